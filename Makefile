@@ -1,0 +1,39 @@
+# Every target sets itself up: a clean clone needs nothing but Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test test-fast lint types base clean
+
+demo: $(VENV)/.ready
+	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
+
+test: $(VENV)/.ready lint types
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+# Trains the starting policy of the demo again, from nothing (some minutes).
+base: $(VENV)/.ready
+	$(BIN)/python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
+
+# torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet $(or $(TORCH),torch)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,124 @@
+"""The command line. Results go to stdout, everything else to stderr.
+
+Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted (the run can be resumed).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from midflight.config import describe_recipe, dump_recipe, load_recipe
+from midflight.errors import MidflightError, RecipeError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+config_app = typer.Typer(no_args_is_help=True, help="Look at recipes without running them.")
+app.add_typer(config_app, name="config")
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.command()
+def train(
+    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="a recipe, or with --resume a run")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with an interrupted run")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train: generate, score and learn at the same time, with weights updated in flight."""
+    from midflight.launch.build import check_recipe
+    from midflight.launch.local import run_locally
+    from midflight.launch.progress import print_summary
+    from midflight.launch.run_directory import create_run, open_run
+
+    console = Console(stderr=True)
+    if resume:
+        run, recipe = open_run(target, overrides or [])
+        check_recipe(recipe)
+    else:
+        if target.is_dir():
+            raise RecipeError(f"{target} is a directory; to go on with the run in it, add --resume")
+        recipe = load_recipe(target, overrides or [])
+        check_recipe(recipe)
+        run = create_run(recipe)
+    summary = run_locally(recipe, run, console)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_summary(summary)
+
+
+@app.command(name="eval")
+def evaluate(
+    recipe_path: RecipeArgument,
+    overrides: Overrides = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="a model directory; default: the recipe's model")] = None,
+) -> None:
+    """Accuracy of a checkpoint on held-out problems, as JSON."""
+    from dataclasses import asdict
+
+    from midflight.launch.build import check_recipe
+    from midflight.launch.evaluation import evaluate_model
+
+    recipe = load_recipe(recipe_path, overrides or [])
+    if checkpoint:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint.resolve()})})
+    check_recipe(recipe)
+    print(json.dumps(asdict(evaluate_model(recipe, recipe.model.path)), indent=2))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="finished or interrupted runs")],
+    plot: Annotated[Path | None, typer.Option(help="also draw reward against seconds and samples here (PNG)")] = None,
+) -> None:
+    """Compare runs: a table, and a plot."""
+    from midflight.launch.report import plot_runs, run_table
+
+    print(run_table(runs))
+    if plot:
+        plot_runs(runs, plot)
+
+
+@config_app.command()
+def show(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
+    """The resolved recipe, defaults included."""
+    print(dump_recipe(load_recipe(recipe_path, overrides or [])))
+
+
+@config_app.command()
+def check(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
+    """Whether a recipe would run: keys, values, model directory, tokenizer."""
+    from midflight.launch.build import check_recipe
+
+    check_recipe(load_recipe(recipe_path, overrides or []))
+    print(f"{recipe_path}: ok")
+
+
+@config_app.command()
+def keys() -> None:
+    """Every recipe key with its type, default and meaning."""
+    for key, kind, default, description in describe_recipe():
+        print(
+            f"{key}  ({kind}, default {default})\n    {description}"
+            if description
+            else f"{key}  ({kind}, default {default})"
+        )
+
+
+def main() -> None:
+    """Run the command line; every midflight error is one line."""
+    try:
+        app(standalone_mode=True)
+    except MidflightError as error:
+        print(f"midflight: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

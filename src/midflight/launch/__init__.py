@@ -1,0 +1,8 @@
+"""The only place that names concrete classes: recipes become processes.
+
+build.py            recipe -> schedule, environment, engine, trainer, loss
+run_directory.py    where everything of a run is, and its lock
+workers.py          the two process bodies: rollout and trainer
+local.py            the supervisor on one machine
+progress.py         what a person sees while it runs; report.py afterwards
+"""

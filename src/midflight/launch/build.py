@@ -1,0 +1,131 @@
+"""Recipe -> objects. Every name a recipe may use is turned into a class here and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from midflight.actor.loop import Preprocessing
+from midflight.config import ConventionalConfig, PipelineConfig, Recipe
+from midflight.engine.decoder import DecoderShape
+from midflight.engine.engine import Engine
+from midflight.errors import ModelError, RecipeError
+from midflight.losses.reinforce import reinforce
+from midflight.models.loading import check_model_directory, load_config, load_tokenizer
+from midflight.preprocess.advantages import ADVANTAGES
+from midflight.protocols import Environment, Schedule, WeightSender
+from midflight.schedules.conventional import ConventionalSchedule
+from midflight.schedules.pipeline import PipelineSchedule
+from midflight.trainer.loop import Loss
+from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
+from midflight.types import SamplingParams
+
+ENVIRONMENTS = {"chain_sums": "midflight.envs.chain_sums:ChainSums"}
+_NUM_TOKENIZER_SAMPLES = 64
+
+
+def build_schedule(recipe: Recipe) -> Schedule:
+    config, batch_size = recipe.schedule, recipe.batch.batch_size
+    match config:
+        case PipelineConfig():
+            return PipelineSchedule(batch_size, config.num_in_flight, config.max_waiting, config.max_lag)
+        case ConventionalConfig():
+            return ConventionalSchedule(batch_size, config.steps_per_rl_step, config.num_in_flight, recipe.run.seed)
+
+
+def build_environment(recipe: Recipe) -> Environment:
+    """Raises: RecipeError if the class cannot be found or does not take the recipe's options."""
+    path = ENVIRONMENTS.get(recipe.task.type, recipe.task.type)
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        known = ", ".join(sorted(ENVIRONMENTS))
+        raise RecipeError(f"task.type: {path!r} is neither a built-in task ({known}) nor package.module:Class")
+    try:
+        environment_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(f"task.type: cannot import {path!r}: {error}") from error
+    try:
+        environment: Environment = environment_class(**{"seed": recipe.run.seed, **recipe.task.options})
+    except TypeError as error:
+        raise RecipeError(f"task.options: {error}") from error
+    return environment
+
+
+def build_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
+    return SamplingParams(recipe.sampling.max_tokens, recipe.sampling.temperature, (tokenizer.eos_token_id,))
+
+
+def build_engine(
+    recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, num_rows: int, version: int = 0
+) -> Engine:
+    """`config`: the model's Hugging Face configuration."""
+    return Engine(
+        DecoderShape.from_hf_config(config),
+        weights,
+        num_rows=num_rows,
+        max_prompt_tokens=recipe.engine.max_prompt_tokens,
+        max_new_tokens=recipe.sampling.max_tokens,
+        version=version,
+    )
+
+
+def build_preprocessing(recipe: Recipe) -> Preprocessing:
+    return Preprocessing(ADVANTAGES[recipe.advantage.type], recipe.batch.max_tokens)
+
+
+def build_loss(recipe: Recipe) -> Loss:
+    return functools.partial(reinforce, max_ratio=recipe.loss.max_ratio)
+
+
+def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
+    config = recipe.trainer
+    settings = OptimizerSettings(config.learning_rate, config.adam_betas, config.weight_decay, config.max_grad_norm)
+    return SingleProcessTrainer(recipe.model.path, settings, sender, recipe.sampling.temperature)
+
+
+def num_threads(configured: int | None, colocated: bool) -> int:
+    """CPU threads of one of the two processes: all cores if they take turns, else half."""
+    if configured is not None:
+        return configured
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores if colocated else max(1, num_cores // 2)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Everything that can be known to be wrong before a process is started or a weight is read.
+
+    Raises: RecipeError, ModelError.
+    """
+    path = recipe.model.path
+    check_model_directory(path)
+    config = load_config(path)
+    DecoderShape.from_hf_config(config)
+    tokenizer = load_tokenizer(path)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer in {path} has no end-of-sequence token: no response could end")
+    _check_tokenizer_fits(recipe, build_environment(recipe), tokenizer, path)
+
+
+def _check_tokenizer_fits(recipe: Recipe, environment: Environment, tokenizer: Any, path: Path) -> None:
+    for problem in environment.held_out_problems(_NUM_TOKENIZER_SAMPLES):
+        for text in (problem.prompt, problem.answer):
+            token_ids = tokenizer.encode(text)
+            decoded = tokenizer.decode(token_ids, skip_special_tokens=True)
+            lost = sorted(set(text) - set(decoded))
+            if lost or tokenizer.unk_token_id in token_ids:
+                raise ModelError(
+                    f"the tokenizer in {path} cannot write {recipe.task.type}'s {text!r}: it has no"
+                    f" {' '.join(lost) or 'token for part of it'}"
+                )
+        num_tokens = len(tokenizer.encode(problem.prompt))
+        if num_tokens > recipe.engine.max_prompt_tokens:
+            raise RecipeError(
+                f"engine.max_prompt_tokens = {recipe.engine.max_prompt_tokens} is less than a prompt of"
+                f" {recipe.task.type} needs: {num_tokens}"
+            )

@@ -1,0 +1,115 @@
+"""A run directory: everything of one run, and a lock so that no two processes write it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from midflight.config import Recipe, dump_recipe, load_recipe
+from midflight.errors import RecipeError, RunDirectoryError
+
+# What may differ when a run goes on; the rest decides which problems and batches there are.
+_RESUMABLE = {"trainer", "engine", "eval"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "streams" / "batches.sqlite"
+
+    @property
+    def actor_checkpoint(self) -> Path:
+        return self.path / "streams" / "actor.msgpack"
+
+    @property
+    def rejected_batches(self) -> Path:
+        return self.path / "logs" / "rejected"
+
+    def log(self, role: str) -> Path:
+        return self.path / "logs" / f"{role}.log"
+
+    def spans(self, role: str) -> Path:
+        return self.path / "logs" / f"{role}.spans.jsonl"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises: RunDirectoryError if another process is writing this run."""
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunDirectoryError(f"{self.path} is in use by another run") from error
+            yield
+
+
+def create_run(recipe: Recipe) -> RunDirectory:
+    """A new run directory with the resolved recipe in it.
+
+    Raises: RunDirectoryError if the directory already holds something.
+    """
+    path = recipe.run.directory or Path("runs") / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = path.resolve()
+    run = RunDirectory(path)
+    if run.config.exists():
+        raise RunDirectoryError(
+            f"{path} already holds a run; `midflight train {path} --resume` goes on with it, another run.directory"
+            " starts a new one"
+        )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunDirectoryError(f"{path} exists and is not an empty directory")
+    try:
+        for directory in (run.checkpoints, run.batches.parent, run.path / "logs"):
+            directory.mkdir(parents=True, exist_ok=True)
+        run.config.write_text(dump_recipe(recipe.model_copy(update={"run": _at(recipe, path)})))
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write to {path}: {error.strerror}") from error
+    return run
+
+
+def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
+    """An existing run and its recipe.
+
+    Raises: RunDirectoryError if it is no run; RecipeError for an override that would make it a different run.
+    """
+    run = RunDirectory(path.resolve())
+    if not run.config.is_file():
+        raise RunDirectoryError(f"{path} holds no run: there is no {run.config.name} in it")
+    for override in overrides:
+        section = override.split(".", 1)[0]
+        if section not in _RESUMABLE:
+            allowed = ", ".join(sorted(_RESUMABLE))
+            raise RecipeError(
+                f"override {override}: a run goes on with the {section} it began with; only {allowed} may change"
+            )
+    return run, load_recipe(run.config, overrides)
+
+
+def _at(recipe: Recipe, path: Path) -> object:
+    return recipe.run.model_copy(update={"directory": path})

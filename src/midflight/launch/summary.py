@@ -1,0 +1,88 @@
+"""`summary.json`: the whole run in one object, put together from what the processes left in the run directory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from midflight.errors import StreamError
+from midflight.launch.run_directory import RunDirectory
+from midflight.launch.workers import open_batches, read_actor_checkpoint
+from midflight.metrics.jsonl import read_metrics
+from midflight.metrics.lag import lag_metrics
+from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.types import ActorState, GroupCounts
+
+
+def summarize(
+    run: RunDirectory, eval_before: dict[str, Any] | None, eval_after: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Counts are of the whole run, interruptions included, as of the newest checkpoint."""
+    checkpoint = newest_checkpoint(run.checkpoints)
+    trainer = load_state(checkpoint) if checkpoint else TrainerState()
+    actor, num_waiting_groups = _actor_state(run, trainer.version)
+    lag = lag_metrics(trainer.lag_histogram)
+    lines = [line for line in read_metrics(run.metrics) if line["version"] <= trainer.version]
+    return {
+        "run_directory": str(run.path),
+        "eval_before": eval_before,
+        "eval_after": eval_after,
+        "train_wall_s": trainer.wall_s,
+        "steps": trainer.version,
+        "skipped_steps": trainer.skipped_steps,
+        "samples": trainer.samples,
+        "generated_tokens": actor.generated_tokens if actor else 0,
+        "trained_tokens": trainer.trained_tokens,
+        "updates": actor.num_updates if actor else 0,
+        "aborted": actor.num_aborted if actor else 0,
+        "versions_per_rollout_max": trainer.versions_per_rollout_max,
+        "max_lag": int(lag.get("lag/max", 0)),
+        "mean_lag": lag.get("lag/mean", 0.0),
+        "mean_ess": trainer.ess_sum / trainer.ess_steps if trainer.ess_steps else None,
+        "update_pause_s": _mean(lines, "update/pause_s", weights=None),
+        "idle": {
+            "generation": _mean(lines, "idle/generation_fraction", weights="time/step_s"),
+            "trainer": _mean(lines, "idle/trainer_fraction", weights="time/step_s"),
+        },
+        "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
+    }
+
+
+def _actor_state(run: RunDirectory, trained: int) -> tuple[ActorState | None, int]:
+    """The actor's newest state, and how many groups are in batches it handed over that were not trained on."""
+    saved = read_actor_checkpoint(run)
+    if not run.batches.exists():
+        return None, 0
+    batches = open_batches(run)
+    try:
+        num_batches = batches.next_offset()
+        waiting = batches.read(trained, max_records=num_batches - trained, timeout_s=0) if num_batches > trained else []
+        if saved and saved.state.num_batches == num_batches:
+            state: ActorState | None = saved.state
+        else:
+            state = batches.read(num_batches - 1, timeout_s=0)[0].actor_state if num_batches else None
+    finally:
+        batches.close()
+    return state, sum(len(batch.group_ids) for batch in waiting)
+
+
+def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_groups: int) -> GroupCounts:
+    """Raises: StreamError if a group is unaccounted for: that would be a defect, and no summary should hide it."""
+    if actor is None:
+        return GroupCounts()
+    counts = GroupCounts(
+        started=actor.next_group_id,
+        trained=trainer.trained_groups,
+        dropped=actor.num_dropped_groups,
+        failed=actor.num_failed_groups,
+        unfinished=len(actor.open_group_ids) + num_waiting_groups,
+    )
+    if not counts.adds_up():
+        raise StreamError(f"groups are unaccounted for: {counts}")
+    return counts
+
+
+def _mean(lines: list[dict[str, Any]], key: str, weights: str | None) -> float | None:
+    pairs = [(line[key], line[weights] if weights else 1.0) for line in lines if line.get(key) is not None]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None

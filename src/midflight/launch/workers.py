@@ -1,0 +1,205 @@
+"""The two process bodies of a run on one machine, and what they share: signals, logs, a line to the supervisor.
+
+A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",) or ("failed", exit_code, text).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from midflight.actor.actor import NEW_ACTOR, Actor, ActorConfig
+from midflight.actor.loop import RolloutLoop
+from midflight.config import Recipe
+from midflight.errors import MidflightError
+from midflight.launch.build import (
+    build_engine,
+    build_environment,
+    build_loss,
+    build_preprocessing,
+    build_sampling,
+    build_schedule,
+    build_trainer,
+    num_threads,
+)
+from midflight.launch.run_directory import RunDirectory
+from midflight.metrics.jsonl import JsonlWriter
+from midflight.models.loading import load_config, load_tokenizer
+from midflight.streams.codec import Codec
+from midflight.streams.sqlite import SqliteStream
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.types import ActorCheckpoint, ActorState, RolloutGroup, TrainingBatch
+from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+# The schedule bounds how many batches wait; this only has to be more than any schedule allows.
+_STREAM_CAPACITY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a worker process is started with."""
+
+    recipe: Recipe
+    run: RunDirectory
+    weights_path: Path
+    supervisor: Connection
+    supervisor_pid: int
+
+    def should_stop(self) -> bool:
+        """Asked to, or nobody is left to ask."""
+        return _stop_requested or os.getppid() != self.supervisor_pid
+
+
+_stop_requested = False
+
+
+def run_worker(body: Callable[[WorkerContext], None], role: str, context: WorkerContext) -> None:
+    """The entry point of a worker process: `body` with its output in the log and its end reported."""
+    _redirect_output(context.run.log(role))
+    # Ctrl-C reaches the whole terminal group; only the supervisor decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _request_stop)
+    torch.set_num_interop_threads(1)
+    try:
+        body(context)
+    except MidflightError as error:
+        traceback.print_exc()
+        context.supervisor.send(("failed", error.exit_code, str(error)))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"the {role} process failed: {type(error).__name__}: {error} (see {context.run.log(role)})"
+        context.supervisor.send(("failed", 1, text))
+        sys.exit(1)
+    context.supervisor.send(("done",))
+
+
+def trainer_body(context: WorkerContext) -> None:
+    recipe, run = context.recipe, context.run
+    torch.set_num_threads(num_threads(recipe.trainer.threads, build_schedule(recipe).colocated))
+    torch.manual_seed(recipe.run.seed)
+    sender = SharedMemorySender(context.weights_path)
+    backend = build_trainer(recipe, sender)
+    backend.init(rank=0)
+    checkpoint = newest_checkpoint(run.checkpoints)
+    state = TrainerState()
+    if checkpoint:
+        state = load_state(checkpoint)
+        backend.load(checkpoint)
+    backend.publish_weights(state.version)
+    batches = open_batches(run)
+    codec = Codec(TrainingBatch)
+    with JsonlWriter(run.metrics, resume_version=state.version) as metrics, _tracer(run, "trainer") as tracer:
+        loop = TrainLoop(
+            _loop_settings(recipe, run), backend, build_loss(recipe), batches, metrics, tracer, state, codec.encode
+        )
+        _start_together(context)
+        loop.run(context.should_stop)
+    batches.close()
+    sender.close()
+
+
+def rollout_body(context: WorkerContext) -> None:
+    recipe, run = context.recipe, context.run
+    schedule = build_schedule(recipe)
+    torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
+    batches = open_batches(run)
+    receiver = SharedMemoryReceiver(context.weights_path)
+    _wait_for_first_weights(receiver, context)
+    version, weights = receiver.receive()
+    config, tokenizer = load_config(recipe.model.path), load_tokenizer(recipe.model.path)
+    engine = build_engine(recipe, config, weights, num_rows=schedule.max_in_flight, version=version)
+    state, groups = _actor_state(run, batches)
+    actor = Actor(
+        ActorConfig(
+            recipe.batch.batch_size, recipe.batch.group_size, build_sampling(recipe, tokenizer), recipe.run.seed
+        ),
+        engine,
+        schedule,
+        build_environment(recipe),
+        tokenizer,
+        state,
+        groups,
+    )
+    with _tracer(run, "rollout") as tracer:
+        loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer)
+        _start_together(context)
+        checkpoint = loop.run(context.should_stop)
+    run.actor_checkpoint.write_bytes(Codec(ActorCheckpoint).encode(checkpoint))
+    batches.close()
+
+
+def read_actor_checkpoint(run: RunDirectory) -> ActorCheckpoint | None:
+    """The actor as it last stopped in good order, or None."""
+    if not run.actor_checkpoint.exists():
+        return None
+    return Codec(ActorCheckpoint).decode(run.actor_checkpoint.read_bytes())
+
+
+def _actor_state(run: RunDirectory, batches: SqliteStream[TrainingBatch]) -> tuple[ActorState, list[RolloutGroup]]:
+    """Where the actor goes on: after the last batch in the stream, with partial rollouts if they belong there."""
+    num_batches = batches.next_offset()
+    saved = read_actor_checkpoint(run)
+    if saved and saved.state.num_batches == num_batches:
+        return saved.state, saved.groups
+    if num_batches == 0:
+        return NEW_ACTOR, []
+    return batches.read(num_batches - 1)[0].actor_state, []
+
+
+def open_batches(run: RunDirectory) -> SqliteStream[TrainingBatch]:
+    """The stream between the two workers."""
+    return SqliteStream(run.batches, TrainingBatch, _STREAM_CAPACITY)
+
+
+def _loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
+    trainer = recipe.trainer
+    return LoopSettings(
+        max_steps=trainer.max_steps,
+        max_seconds=trainer.max_seconds,
+        checkpoint_every=trainer.checkpoint_every,
+        keep_checkpoints=trainer.keep_checkpoints,
+        max_nonfinite_steps=trainer.max_nonfinite_steps,
+        max_ratio=recipe.loss.max_ratio,
+        denominator=recipe.loss.denominator,
+        checkpoints=run.checkpoints,
+        rejected_batches=run.rejected_batches,
+    )
+
+
+def _tracer(run: RunDirectory, role: str) -> Tracer:
+    return Tracer(run.spans(role), role)
+
+
+def _start_together(context: WorkerContext) -> None:
+    """So that the clock of the run starts when both sides are set up."""
+    context.supervisor.send(("ready",))
+    context.supervisor.recv()
+
+
+def _wait_for_first_weights(receiver: SharedMemoryReceiver, context: WorkerContext) -> None:
+    while not receiver.wait(newer_than=-1, timeout_s=1.0):
+        if context.should_stop():
+            raise SystemExit(0)
+
+
+def _redirect_output(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _request_stop(*_: object) -> None:
+    global _stop_requested
+    _stop_requested = True

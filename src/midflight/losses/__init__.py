@@ -1,0 +1,1 @@
+"""Objectives: pure tensor functions, one file per algorithm, `LossInputs -> LossOutput`."""

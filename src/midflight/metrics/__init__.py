@@ -1,0 +1,1 @@
+"""What is measured, as pure functions (policy, lag), and where it is written (jsonl)."""

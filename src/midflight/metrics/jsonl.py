@@ -1,0 +1,120 @@
+"""metrics.jsonl: one JSON object per optimizer step, written as it happens and readable while it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from midflight.errors import RunDirectoryError
+
+MetricsLine = dict[str, Any]
+
+
+class JsonlWriter:
+    """Appends one JSON object per line and flushes it, so a killed process leaves at most a torn last line.
+
+    A run that resumes at step v passes `resume_version=v`: a torn last line is cut off, and so are the lines of
+    later versions, whose steps are about to happen again. Without it the file must not exist yet.
+
+    Raises: FileExistsError; RunDirectoryError if a line to keep is damaged.
+    """
+
+    def __init__(self, path: Path, resume_version: int | None = None) -> None:
+        if resume_version is not None and path.exists():
+            _cut_back(path, resume_version)
+        self._file = path.open("x" if resume_version is None else "a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Append one line. Numbers that are not finite become null, which every JSON reader understands."""
+        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """All complete lines; a last line without its end is still being written, or never will be, and is left out.
+
+    Raises: RunDirectoryError if a complete line is not a JSON object; OSError if the file cannot be read.
+    """
+    return _parse(path, path.read_bytes())
+
+
+class MetricsTail:
+    """Follows a metrics file. Each `read` returns the complete lines since the last one.
+
+    After a resume has cut the file back it is read again from its start, so versions may repeat: a line replaces
+    what was known about its version and later ones.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._last_line = b""  # ends at `_offset`; if it is gone, the file was cut back
+
+    def read(self) -> list[MetricsLine]:
+        """The new lines; none while there is no file yet. Raises as `read_metrics` does."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
+                self._offset, self._last_line = 0, b""
+            file.seek(self._offset)
+            new = _complete(file.read())
+        if new:
+            self._offset += len(new)
+            self._last_line = new.splitlines(keepends=True)[-1]
+        return _parse(self._path, new)
+
+
+def _cut_back(path: Path, version: int) -> None:
+    num_kept_bytes = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _parse(path, line)[0].get("version", 0) > version:
+                break
+            num_kept_bytes += len(line)
+        file.truncate(num_kept_bytes)
+
+
+def _complete(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _parse(path: Path, content: bytes) -> list[MetricsLine]:
+    lines = []
+    for line in _complete(content).splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise RunDirectoryError(f"{path} is damaged, this line is not a JSON object: {line[:60]!r}")
+        lines.append(values)
+    return lines
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

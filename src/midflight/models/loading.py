@@ -1,0 +1,71 @@
+"""Models and tokenizers from Hugging Face directories; nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from midflight.errors import ModelError
+from midflight.models.attention import PACKED_ATTENTION
+
+
+def check_model_directory(path: Path) -> None:
+    """Raises: ModelError if the directory or one of the files every model needs is missing. Reads no weights."""
+    if not path.is_dir():
+        raise ModelError(f"model.path: there is no directory {path}")
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if not any(path.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ModelError(f"model.path: {path} has no {', no '.join(missing)}")
+
+
+def load_config(path: Path) -> Any:
+    with _readable(path):
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def load_tokenizer(path: Path) -> Any:
+    with _readable(path):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The model with packed attention, in evaluation mode (no dropout: engine and trainer must agree)."""
+    with _readable(path), quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, dtype=dtype, attn_implementation=PACKED_ATTENTION
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor of every parameter, tied ones once; the names engines know."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars transformers draws for the weights of even the smallest model."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()

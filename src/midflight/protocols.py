@@ -1,0 +1,177 @@
+"""The verbs: what each part of the house can do. A part depends on these and on `types`, not on its neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+
+from midflight.types import (
+    BatchChoice,
+    Completion,
+    FleetView,
+    GenerationRequest,
+    Grade,
+    Microbatch,
+    Problem,
+    ReadyGroup,
+    RolloutId,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Record = TypeVar("Record")
+
+
+class Schedule(Protocol):
+    """WHEN things happen. Pure decisions over counts: no clock, no I/O, no memory of its own."""
+
+    @property
+    def colocated(self) -> bool:
+        """True if generation and training take turns on one pool of compute, False if both always run."""
+        ...
+
+    @property
+    def max_in_flight(self) -> int:
+        """The most rollouts this schedule ever wants in flight on one engine."""
+        ...
+
+    def num_to_admit(self, fleet: FleetView) -> int:
+        """How many rollouts to start now."""
+        ...
+
+    def should_abort(self, fleet: FleetView) -> bool:
+        """Whether to interrupt everything in flight and keep the partial rollouts for later."""
+        ...
+
+    def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
+        """The groups of the next optimizer step, or None if it is not time. `ready` is earliest finished first."""
+        ...
+
+    def should_update_weights(self, fleet: FleetView) -> bool:
+        """Whether the engines should adopt the newest weights before the next token."""
+        ...
+
+
+class Environment(Protocol):
+    """What is learned: problems, and what an answer to one is worth."""
+
+    def problem(self, index: int) -> Problem:
+        """The `index`-th training problem; a pure function of the environment's options and `index`."""
+        ...
+
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        """Problems that `problem()` never returns, the same ones every time."""
+        ...
+
+    def grade(self, problem: Problem, response: str) -> Grade:
+        """The reward of a response. May raise: the rollout then counts as failed."""
+        ...
+
+
+class Generator(Protocol):
+    """Continuous batching over token ids: requests come and go between decode steps."""
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer steps behind the weights that sample the next token."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests added and not yet completed."""
+        ...
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None: ...
+
+    def step(self) -> list[Completion]:
+        """Sample one token for every running request; the completions of those that ended."""
+        ...
+
+    def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        """Stop these requests and return what they generated so far, ready to be resumed."""
+        ...
+
+    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Sample every later token with these weights; requests in flight keep going.
+
+        Raises: WeightUpdateError if a name, shape or dtype does not fit; the old weights then go on serving.
+        """
+        ...
+
+
+class WeightSender(Protocol):
+    """The trainer's end of the weight transport."""
+
+    def announce(self, specs: Sequence[TensorSpec]) -> None: ...
+
+    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Make these weights the newest; never waits for a receiver."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine's end of the weight transport."""
+
+    def newest_version(self) -> int | None:
+        """The version `receive` would return now, or None before the first one. Cheap: asked at every token."""
+        ...
+
+    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
+        """The newest weights and their version. The tensors are the caller's until the next `receive`."""
+        ...
+
+    def wait(self, newer_than: int, timeout_s: float) -> bool:
+        """Wait for a version above `newer_than`; whether there is one."""
+        ...
+
+
+class Stream(Protocol[Record]):
+    """A bounded, ordered log between two stages. Offsets count from 0 and never repeat.
+
+    A record stays until it is trimmed. The bound is on how far the reader may be behind: asking from an offset says
+    that every record before it was taken. A timeout of None waits for ever.
+
+    Raises: StreamError if a record cannot be written or read, or `from_offset` was trimmed or is past the end.
+    """
+
+    def append(self, record: Record, timeout_s: float | None = None) -> int | None:
+        """Add a record and return its offset; when full, wait up to `timeout_s` and then return None."""
+        ...
+
+    def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
+        """Records `from_offset`, `from_offset + 1`, ...; waits up to `timeout_s` for the first, then returns []."""
+        ...
+
+    def trim(self, before_offset: int) -> None:
+        """Forget the records before `before_offset`."""
+        ...
+
+    def next_offset(self) -> int:
+        """The offset the next appended record will get."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class TrainerBackend(Protocol):
+    """The five verbs of training; the RL loop knows nothing else (and saving, which only a backend can do)."""
+
+    def init(self, rank: int) -> None: ...
+
+    def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Log-probability of every token that carries loss, and the entropy of its distribution; both `[M]`."""
+        ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def optimizer_step(self) -> Mapping[str, float]: ...
+
+    def publish_weights(self, version: int) -> None: ...
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...

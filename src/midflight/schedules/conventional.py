@@ -1,0 +1,54 @@
+"""Conventional RL: generate for G optimizer steps, then train G times, in turns.
+
+Lag bound G - 1: all rollouts of an RL step are sampled by the version v it starts with, and its batches are trained
+by versions v .. v + G - 1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from midflight.schedules.batches import take_batch
+from midflight.types import BatchChoice, FleetView, ReadyGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ConventionalSchedule:
+    batch_size: int  # rollouts
+    steps_per_rl_step: int = 1  # G, optimizer steps
+    num_in_flight: int | None = None  # rollouts at a time; None: all of the RL step
+    shuffle_seed: int = 0
+    colocated: bool = True
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.num_in_flight or self.steps_per_rl_step * self.batch_size
+
+    def num_to_admit(self, fleet: FleetView) -> int:
+        left_of_rl_step = self._end_of_rl_step(fleet) * self.batch_size - fleet.num_started
+        return max(0, min(left_of_rl_step, self.max_in_flight - fleet.num_in_flight))
+
+    def should_abort(self, fleet: FleetView) -> bool:
+        return False
+
+    def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
+        rollouts_left = (self._end_of_rl_step(fleet) - fleet.num_batches) * self.batch_size
+        if rollouts_left == 0 or sum(group.num_rollouts for group in ready) < rollouts_left:
+            return None
+        return take_batch(self._shuffled(fleet, ready), self.batch_size)
+
+    def should_update_weights(self, fleet: FleetView) -> bool:
+        return fleet.newest_version >= self._end_of_rl_step(fleet)
+
+    def _end_of_rl_step(self, fleet: FleetView) -> int:
+        """The version that ends the RL step the engine's weights began."""
+        return (fleet.version // self.steps_per_rl_step + 1) * self.steps_per_rl_step
+
+    def _shuffled(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+        """Start order for G = 1; else a shuffle, so that the last batch is not the one with the longest answers."""
+        groups = sorted(ready, key=lambda group: group.group_id)
+        if self.steps_per_rl_step > 1:
+            random.Random(f"{self.shuffle_seed}/{fleet.num_batches}").shuffle(groups)
+        return groups

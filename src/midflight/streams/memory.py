@@ -1,0 +1,85 @@
+"""A stream between two threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+from midflight.errors import StreamError
+
+Record = TypeVar("Record")
+
+
+class MemoryStream(Generic[Record]):
+    """Keeps the records themselves, not copies: whoever appended one must not change it afterwards.
+
+    Invariants: any number of threads may use it at once; `close` wakes those that wait, with a StreamError.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, not {capacity}")
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._records: list[Record] = []
+        self._first_offset = 0  # of self._records[0]
+        self._read_offset = 0
+        self._closed = False
+
+    def append(self, record: Record, timeout_s: float | None = None) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room(), timeout_s)
+            self._check_open()
+            if not self._has_room():
+                return None
+            self._records.append(record)
+            self._changed.notify_all()
+            return self._end() - 1
+
+    def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
+        with self._changed:
+            self._check_open()
+            self._acknowledge(from_offset)
+            self._changed.wait_for(lambda: self._closed or self._end() > from_offset, timeout_s)
+            self._check_open()
+            if from_offset < self._first_offset:
+                raise StreamError(f"offset {from_offset} was trimmed; the stream starts at {self._first_offset}")
+            start = from_offset - self._first_offset
+            return self._records[start : start + max_records]
+
+    def trim(self, before_offset: int) -> None:
+        with self._changed:
+            self._check_open()
+            before_offset = min(before_offset, self._end())
+            if before_offset > self._first_offset:
+                del self._records[: before_offset - self._first_offset]
+                self._first_offset = before_offset
+            self._read_offset = max(self._read_offset, before_offset)
+            self._changed.notify_all()
+
+    def next_offset(self) -> int:
+        with self._changed:
+            self._check_open()
+            return self._end()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _acknowledge(self, from_offset: int) -> None:
+        if from_offset > self._end():
+            raise StreamError(f"offset {from_offset} is past the end of the stream, {self._end()}")
+        if from_offset > self._read_offset:
+            self._read_offset = from_offset
+            self._changed.notify_all()
+
+    def _end(self) -> int:
+        return self._first_offset + len(self._records)
+
+    def _has_room(self) -> bool:
+        return self._end() - self._read_offset < self._capacity
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamError("the stream is closed")

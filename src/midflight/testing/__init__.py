@@ -1,0 +1,1 @@
+"""Tiny models and fakes, shipped for users' own tests."""

@@ -1,0 +1,114 @@
+"""Stand-ins without tensors or processes, for testing what is built around them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midflight.types import (
+    Completion,
+    FinishReason,
+    GeneratedTokens,
+    GenerationRequest,
+    Grade,
+    Problem,
+    RolloutId,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ScriptedGenerator:
+    """A Generator whose rollout i takes `length_of(i)` steps; every token is 0 and carries the current version."""
+
+    def __init__(self, length_of: Callable[[int], int]) -> None:
+        self.weight_version = 0
+        self._length_of = length_of
+        self._versions: dict[RolloutId, list[int]] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._versions)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            resumed = request.generated.weight_versions.tolist() if request.generated else []
+            self._versions[request.rollout_id] = resumed
+
+    def step(self) -> list[Completion]:
+        for versions in self._versions.values():
+            versions.append(self.weight_version)
+        ended = [rollout for rollout, versions in self._versions.items() if len(versions) >= self._length_of(rollout)]
+        return [self._take(rollout_id, FinishReason.LENGTH) for rollout_id in ended]
+
+    def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        return [self._take(rollout_id, FinishReason.ABORT) for rollout_id in rollout_ids]
+
+    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        self.weight_version = version
+
+    def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
+        versions = np.array(self._versions.pop(rollout_id), np.int32)
+        generated = GeneratedTokens(np.zeros_like(versions), np.zeros(len(versions), np.float32), versions)
+        return Completion(rollout_id, generated, reason)
+
+
+class CountingEnvironment:
+    """Problem i asks for i; `reward_of(i)` is what any answer to it gets, and may raise."""
+
+    def __init__(self, reward_of: Callable[[int], float] = lambda index: 1.0) -> None:
+        self._reward_of = reward_of
+
+    def problem(self, index: int) -> Problem:
+        return Problem(str(index), prompt=str(index), answer=str(index))
+
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        return [self.problem(-1 - index) for index in range(num_problems)]
+
+    def grade(self, problem: Problem, response: str) -> Grade:
+        return Grade(self._reward_of(int(problem.problem_id)))
+
+
+class DigitTokenizer:
+    """One token per character of a number; enough for CountingEnvironment."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) % 10 for character in text]
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(str(token_id) for token_id in token_ids)
+
+
+class InProcessWeights:
+    """Both ends of a weight transport between two threads of one process; keeps every version it was sent."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self.sent: dict[int, dict[str, Tensor]] = {}
+
+    def announce(self, specs: Sequence[TensorSpec]) -> None:
+        pass
+
+    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        with self._condition:
+            self.sent[version] = copies
+            self._condition.notify_all()
+
+    def newest_version(self) -> int | None:
+        with self._condition:
+            return max(self.sent, default=None)
+
+    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
+        with self._condition:
+            newest = max(self.sent)
+            return newest, self.sent[newest]
+
+    def wait(self, newer_than: int, timeout_s: float) -> bool:
+        with self._condition:
+            return self._condition.wait_for(lambda: max(self.sent, default=-1) > newer_than, timeout_s)

@@ -1,0 +1,96 @@
+"""Checkpoints: `checkpoints/step_N`, complete or not there at all.
+
+A checkpoint is written beside its place, synced and renamed, so a crash or a full disk leaves the older ones alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from midflight.errors import CheckpointError
+
+_STATE_FILE = "trainer_state.json"
+_UNFINISHED = ".unfinished-"
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """What the trainer counts over a whole run, interruptions included."""
+
+    version: int = 0  # optimizer steps; also the offset of the next batch
+    samples: int = 0  # rollouts trained on
+    trained_tokens: int = 0  # response tokens of those
+    trained_groups: int = 0
+    skipped_steps: int = 0
+    wall_s: float = 0.0
+    lag_histogram: dict[int, int] = field(default_factory=dict)  # optimizer steps -> response tokens
+    ess_sum: float = 0.0
+    ess_steps: int = 0
+    versions_per_rollout_max: int = 0
+
+
+def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable[[Path], None], keep: int) -> Path:
+    """Write `step_N`, then delete all but the newest `keep`.
+
+    Raises: CheckpointError if it cannot be written; older checkpoints are untouched.
+    """
+    target = directory / f"step_{state.version}"
+    if target.exists():
+        return target
+    unfinished = directory / f"{_UNFINISHED}{target.name}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        save_weights(unfinished)
+        (unfinished / _STATE_FILE).write_text(json.dumps(asdict(state)))
+        _sync(unfinished)
+        unfinished.rename(target)
+    # safetensors and torch.save report a full disk with exceptions of their own.
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        kept = newest_checkpoint(directory)
+        raise CheckpointError(
+            f"checkpoint {target.name} could not be written ({_first_line(error)});"
+            f" {f'{kept.name} is kept' if kept else 'there is no older one'}"
+        ) from error
+    for old in _steps(directory)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    steps = _steps(directory)
+    return steps[-1] if steps else None
+
+
+def load_state(checkpoint: Path) -> TrainerState:
+    """Raises: CheckpointError if the file is missing or damaged."""
+    try:
+        values = json.loads((checkpoint / _STATE_FILE).read_text())
+        values["lag_histogram"] = {int(lag): tokens for lag, tokens in values["lag_histogram"].items()}
+        return TrainerState(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {_first_line(error)}") from error
+
+
+def _steps(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _sync(directory: Path) -> None:
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,194 @@
+"""The training loop: one batch, one optimizer step, new weights, one line of metrics.
+
+consumes       batch k from the stream, with weights of version k
+waits for      the actor to append that batch
+unblocked by   the append; a stop request is seen within WAIT_SLICE_S
+makes wait     nobody: publishing weights never waits for an engine
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from midflight.errors import NonFiniteLossError
+from midflight.losses.inputs import LossInputs, LossOutput
+from midflight.metrics.jsonl import JsonlWriter
+from midflight.metrics.lag import lag_metrics
+from midflight.metrics.policy import PolicyMetrics
+from midflight.protocols import Stream, TrainerBackend
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState, save_checkpoint
+from midflight.types import Microbatch, TrainingBatch
+
+WAIT_SLICE_S = 0.2
+
+Loss = Callable[[LossInputs], LossOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    max_steps: int
+    max_seconds: float | None
+    checkpoint_every: int  # optimizer steps
+    keep_checkpoints: int
+    max_nonfinite_steps: int  # in a row
+    max_ratio: float  # c, for the metrics of truncation
+    denominator: str  # "tokens" or "sequences"
+    checkpoints: Path
+    rejected_batches: Path  # where the batch behind a stop for non-finite losses is kept
+
+
+class TrainLoop:
+    def __init__(
+        self,
+        settings: LoopSettings,
+        backend: TrainerBackend,
+        loss: Loss,
+        batches: Stream[TrainingBatch],
+        metrics: JsonlWriter,
+        tracer: Tracer,
+        state: TrainerState,
+        encode_batch: Callable[[TrainingBatch], bytes],
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._loss = loss
+        self._batches = batches
+        self._metrics = metrics
+        self._tracer = tracer
+        self._state = state
+        self._encode_batch = encode_batch
+        self._skipped_in_a_row = 0
+        self._seen = _Seen()
+
+    @property
+    def state(self) -> TrainerState:
+        return self._state
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Train until the last step, the time limit or a stop request; ends with a checkpoint either way.
+
+        Raises: NonFiniteLossError after too many skipped steps in a row; CheckpointError.
+        """
+        started = time.monotonic() - self._state.wall_s
+        self._seen = _Seen(wall_s=self._state.wall_s)
+        while self._state.version < self._settings.max_steps and not should_stop():
+            if self._settings.max_seconds is not None and self._state.wall_s >= self._settings.max_seconds:
+                break
+            with self._tracer.span("wait"):
+                records = self._batches.read(self._state.version, max_records=1, timeout_s=WAIT_SLICE_S)
+            if records:
+                self._train_on(records[0], started)
+                if self._state.version % self._settings.checkpoint_every == 0:
+                    self._checkpoint()
+        self._checkpoint()
+
+    def _train_on(self, batch: TrainingBatch, started: float) -> None:
+        state = self._state
+        assert batch.index == state.version, f"batch {batch.index} reached version {state.version}"
+        policy = PolicyMetrics(self._settings.max_ratio)
+        with self._tracer.span("train", version=state.version):
+            loss, stats = self._step(batch, policy)
+        state.version += 1
+        with self._tracer.span("publish"):
+            self._backend.publish_weights(state.version)
+        state.wall_s = time.monotonic() - started
+        self._count(batch, policy.result(), bool(stats["skipped"]))
+        self._metrics.write(self._line(batch, {"loss": loss, **stats, **policy.result()}))
+        self._stop_if_hopeless(batch, bool(stats["skipped"]))
+
+    def _step(self, batch: TrainingBatch, policy: PolicyMetrics) -> tuple[float, dict[str, float]]:
+        counts = {"tokens": batch.num_response_tokens, "sequences": batch.num_rollouts}
+        denominator = float(counts[self._settings.denominator])
+        total = 0.0
+        for microbatch in batch.microbatches:
+            policy_logprobs, entropy = self._backend.forward(microbatch)
+            inputs = _loss_inputs(microbatch, policy_logprobs, denominator)
+            loss = self._loss(inputs).loss
+            self._backend.backward(loss)
+            policy.add(policy_logprobs.detach(), inputs.behavior_logprobs, entropy)
+            total += float(loss.detach())
+        return total, dict(self._backend.optimizer_step())
+
+    def _count(self, batch: TrainingBatch, policy: dict[str, float], skipped: bool) -> None:
+        state = self._state
+        state.samples += batch.num_rollouts
+        state.trained_tokens += batch.num_response_tokens
+        state.trained_groups += len(batch.group_ids)
+        state.skipped_steps += skipped
+        state.lag_histogram = dict(Counter(state.lag_histogram) + Counter(batch.lag_histogram))
+        most_versions = int(batch.metrics["versions_per_rollout/max"])
+        state.versions_per_rollout_max = max(state.versions_per_rollout_max, most_versions)
+        if math.isfinite(policy.get("ess", math.nan)):
+            state.ess_sum += policy["ess"]
+            state.ess_steps += 1
+
+    def _line(self, batch: TrainingBatch, step: dict[str, float]) -> dict[str, float]:
+        state = self._state
+        now = _Seen(
+            wall_s=state.wall_s,
+            trained_tokens=state.trained_tokens,
+            wait_s=self._tracer.total_s("wait"),
+        )
+        elapsed = max(now.wall_s - self._seen.wall_s, 1e-9)
+        line = {
+            "version": state.version,
+            "wall_s": state.wall_s,
+            "samples": state.samples,
+            **batch.metrics,
+            **lag_metrics(batch.lag_histogram),
+            **step,
+            "throughput/trained_tokens_per_s": (now.trained_tokens - self._seen.trained_tokens) / elapsed,
+            "idle/trainer_fraction": min(1.0, (now.wait_s - self._seen.wait_s) / elapsed),
+            "time/step_s": elapsed,
+            "queue/batches": self._batches.next_offset() - state.version,
+        }
+        self._seen = now
+        return line
+
+    def _stop_if_hopeless(self, batch: TrainingBatch, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row < self._settings.max_nonfinite_steps:
+            return
+        self._settings.rejected_batches.mkdir(parents=True, exist_ok=True)
+        path = self._settings.rejected_batches / f"batch_{batch.index}.msgpack"
+        path.write_bytes(self._encode_batch(batch))
+        self._checkpoint()
+        raise NonFiniteLossError(
+            f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite; none of them changed"
+            f" the weights. The last batch is in {path}"
+        )
+
+    def _checkpoint(self) -> None:
+        with self._tracer.span("checkpoint"):
+            save_checkpoint(
+                self._settings.checkpoints, self._state, self._backend.save, self._settings.keep_checkpoints
+            )
+        self._batches.trim(self._state.version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Running totals at the last metrics line."""
+
+    wall_s: float = 0.0
+    trained_tokens: int = 0
+    wait_s: float = 0.0
+
+
+def _loss_inputs(microbatch: Microbatch, policy_logprobs: Tensor, denominator: float) -> LossInputs:
+    mask = microbatch.loss_mask
+    return LossInputs(
+        policy_logprobs=policy_logprobs,
+        behavior_logprobs=torch.from_numpy(microbatch.behavior_logprobs[mask]).to(policy_logprobs.device),
+        advantages=torch.from_numpy(microbatch.advantages[mask]).to(policy_logprobs.device),
+        denominator=denominator,
+    )

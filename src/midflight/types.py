@@ -1,0 +1,259 @@
+"""The nouns: what travels from the dataset to the weights, and who fills which field.
+
+Every `[T]` array is indexed by token: entry `t` is about token `t` itself. Positions that were not sampled
+(prompts, text an environment added) carry `loss_mask[t] == False`; logprobs, versions and advantages are zero there.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+RolloutId = NewType("RolloutId", int)
+GroupId = NewType("GroupId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a dataset: what is asked and what would be right."""
+
+    problem_id: str
+    prompt: str
+    answer: str
+    difficulty: int = 0  # on the environment's own scale; evaluations report accuracy by it
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What an environment thinks of one response; `components` add up to whatever the environment likes to log."""
+
+    reward: float
+    components: dict[str, float] = field(default_factory=dict)
+
+
+# --- generation -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature == 0` is greedy; `max_tokens` counts response tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. `generated` is what an earlier, interrupted attempt already sampled.
+
+    The random numbers depend on (`seed`, `rollout_id`, position) only, so an interrupted request goes on as if
+    nothing had happened.
+    """
+
+    rollout_id: RolloutId
+    prompt_token_ids: Int32Array
+    sampling: SamplingParams
+    seed: int
+    generated: GeneratedTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTokens:
+    """Sampled tokens with the log-probability and the weight version each was sampled with; all `[T]`."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array  # nats, under the sampling distribution
+    weight_versions: Int32Array  # optimizer steps
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one GenerationRequest: all its generated tokens, resumed ones included."""
+
+    rollout_id: RolloutId
+    generated: GeneratedTokens
+    finish_reason: FinishReason
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------
+
+
+class RolloutStatus(enum.Enum):
+    RUNNING = "running"
+    PARTIAL = "partial"  # interrupted; its tokens are kept and it will go on
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward."""
+
+    rollout_id: RolloutId
+    group_id: GroupId
+    status: RolloutStatus
+    prompt_token_ids: Int32Array
+    generated: GeneratedTokens
+    finish_reason: FinishReason | None = None
+    reward: float = 0.0
+    reward_components: dict[str, float] = field(default_factory=dict)
+    failure: str = ""  # why, when FAILED
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """All attempts at one problem. Published by the actor when the last one is done, and trained whole."""
+
+    group_id: GroupId
+    problem: Problem
+    rollouts: list[Rollout]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The flat token view of one rollout that the trainer learns from; all arrays `[T]`."""
+
+    rollout_id: RolloutId
+    token_ids: Int32Array
+    loss_mask: BoolArray
+    behavior_logprobs: Float32Array
+    weight_versions: Int32Array
+    advantages: Float32Array
+
+
+# --- training ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Several trajectories laid end to end, for one forward and backward; they never attend to each other.
+
+    Shapes: every array `[T]` but `sequence_lengths` `[S]`, which sums to T; `position_ids` restart at 0 per sequence.
+    """
+
+    token_ids: Int32Array
+    position_ids: Int32Array
+    sequence_lengths: Int32Array
+    loss_mask: BoolArray
+    behavior_logprobs: Float32Array
+    weight_versions: Int32Array
+    advantages: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Where every group that was started has gone; `started` is the sum of the others."""
+
+    started: int = 0
+    trained: int = 0
+    dropped: int = 0  # by a rule the user chose
+    failed: int = 0
+    unfinished: int = 0
+
+    def adds_up(self) -> bool:
+        return self.started == self.trained + self.dropped + self.failed + self.unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class ActorState:
+    """What the actor needs to go on after this batch: which groups are open, where the dataset stands."""
+
+    next_group_id: GroupId
+    open_group_ids: list[GroupId]  # started and not in any batch yet
+    num_batches: int
+    num_failed_groups: int
+    num_dropped_groups: int
+    generated_tokens: int
+    num_updates: int  # new weights adopted by the engine
+    num_aborted: int  # rollouts the schedule interrupted; each goes on later
+
+
+@dataclass(frozen=True, slots=True)
+class ActorCheckpoint:
+    """The actor as it stopped: its state, and its open groups with the tokens they already have."""
+
+    state: ActorState
+    groups: list[RolloutGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """The sequences of one optimizer step, packed. Batch `index` is trained on by weights of version `index`.
+
+    Denominators count the whole batch, so that neither packing nor ranks change the gradient. Trajectories that
+    cannot contribute a gradient (zero advantage everywhere) may be left out of `microbatches`; they still count.
+    """
+
+    index: int
+    microbatches: list[Microbatch]
+    num_rollouts: int
+    num_response_tokens: int
+    group_ids: list[GroupId]
+    lag_histogram: dict[int, int]  # token_lag (in optimizer steps) -> response tokens
+    metrics: dict[str, float]  # measured upstream; goes into the step's metrics line
+    actor_state: ActorState
+
+
+# --- scheduling -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What a schedule may know: counts, never clocks. Rollouts of dropped and failed groups are not in the counts.
+
+    A rollout is *started* when it is admitted to an engine, *finished* when its whole group is done and graded.
+    """
+
+    version: int  # optimizer steps behind the weights that sample now
+    newest_version: int  # optimizer steps the trainer has finished and published
+    num_batches: int  # batches handed to the trainer so far
+    num_started: int  # rollouts, since the run began
+    num_in_flight: int  # rollouts started whose own generation is not done
+    num_finished: int  # rollouts, since the run began
+    oldest_open_group: GroupId | None  # the earliest started group that is not finished
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A finished group waiting to be chosen; the actor lists them earliest finished first."""
+
+    group_id: GroupId  # ids count up in start order
+    num_rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice:
+    """The groups to train on next, in this order, and the groups to drop for good."""
+
+    train: tuple[GroupId, ...]
+    drop: tuple[GroupId, ...] = ()
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (torch's name without the prefix: "float32") of one weight tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str

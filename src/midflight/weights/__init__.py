@@ -1,0 +1,1 @@
+"""How new weights travel from the trainer to the engines."""

@@ -1,0 +1,208 @@
+"""Weights between processes of one machine, through a mapped file.
+
+    sender                                              receiver
+    send     consumes: the trainer's tensors            receive   consumes: the newest slot
+             waits for: nothing                                   waits for: nothing; lapped by two sends, starts over
+                                                        wait      waits for: a newer version, PATH.sent
+                                                                  unblocked by: send
+
+Neither side can hold the other up or break what it has: a sender killed while it writes leaves the newest slot as it
+was, and a receiver only ever reads the file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midflight.doorbell import Doorbell
+from midflight.errors import WeightUpdateError
+from midflight.types import TensorSpec
+from midflight.weights.slot_file import (
+    BEGIN,
+    DTYPES,
+    END,
+    NEWEST,
+    NUM_SLOTS,
+    VERSION,
+    Fence,
+    SlotFile,
+    SlotLayout,
+    create,
+    lay_out,
+)
+
+_MAX_LAPS = 1000  # each takes two whole sends during one copy; so many mean that the file is broken
+
+
+class SharedMemorySender:
+    """The trainer's end. There is one sender per path; it may be restarted, and then goes on in the same file.
+
+    Raises: WeightUpdateError if weights are not as announced, or the file does not fit or is something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: SlotFile | None = None
+        self._views: list[list[Tensor]] = []
+        self._sent: Doorbell | None = None
+        self._fence = Fence()
+
+    def announce(self, specs: Sequence[TensorSpec]) -> None:
+        """Make the file fit these tensors. One that already does is kept, and what it holds stays the newest."""
+        layout = lay_out(specs)
+        self.close()
+        if self._path.exists():
+            self._file = SlotFile(self._path, writable=True)
+        if self._file is None or self._file.layout != layout:
+            self.close()
+            create(self._path, layout)
+            self._file = SlotFile(self._path, writable=True)
+        self._views = [list(layout.views(torch.from_numpy(slot)).values()) for slot in self._file.slots]
+        self._sent = _open_doorbell(self._path)
+
+    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Make these weights the newest; takes the time of one copy and never waits for a receiver."""
+        if self._file is None or self._sent is None:
+            raise WeightUpdateError("weights were sent before they were announced")
+        tensors = _in_order(self._file.layout, weights)
+        words = self._file.words
+        slot = (words[NEWEST] & 3) % NUM_SLOTS  # the one after the newest: out of use the longest
+        stamp = 1 + max(words[BEGIN : BEGIN + NUM_SLOTS])
+        words[BEGIN + slot] = stamp
+        self._fence()
+        words[VERSION + slot] = version
+        with torch.no_grad():
+            for view, tensor in zip(self._views[slot], tensors, strict=True):
+                view.copy_(tensor)
+        self._fence()
+        words[END + slot] = stamp
+        words[NEWEST] = version << 2 | slot + 1
+        self._sent.ring()
+
+    def close(self) -> None:
+        """Let go of the file; receivers go on seeing its newest weights."""
+        self._views = []
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._sent is not None:
+            self._sent.close()
+            self._sent = None
+
+    def unlink(self) -> None:
+        """Remove the file: receivers then see no weights until a sender announces again."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+        _doorbell_path(self._path).unlink(missing_ok=True)
+
+
+class SharedMemoryReceiver:
+    """An engine's end; any number of them may look at one path, before or after its sender makes the file.
+
+    Raises: WeightUpdateError if the file is something else, or there is nothing to receive.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: SlotFile | None = None
+        self._buffer = np.empty(0, np.uint8)
+        self._tensors: dict[str, Tensor] = {}
+        self._sent = _open_doorbell(path)
+        self._fence = Fence()
+
+    def newest_version(self) -> int | None:
+        """The version `receive` would return now, or None if nothing was sent; about a microsecond."""
+        file = self._current_file()
+        newest = file.words[NEWEST] if file else 0
+        return newest >> 2 if newest else None
+
+    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
+        """The newest weights and their version, copied into tensors that the next `receive` overwrites."""
+        file = self._current_file()
+        if file is None or not file.words[NEWEST]:
+            raise WeightUpdateError(f"{self._path}: no weights have been sent")
+        for _ in range(_MAX_LAPS):
+            version = self._copy_newest(file)
+            if version is not None:
+                return version, self._tensors
+        raise WeightUpdateError(f"{self._path}: no whole version could be copied in {_MAX_LAPS} attempts")
+
+    def wait(self, newer_than: int, timeout_s: float) -> bool:
+        """Wait for a version above `newer_than`; whether there is one."""
+        deadline_s = time.monotonic() + timeout_s
+        while (version := self.newest_version()) is None or version <= newer_than:
+            if not self._sent.wait(deadline_s):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the file; the tensors received last stay valid."""
+        self._detach()
+        self._sent.close()
+
+    def _copy_newest(self, file: SlotFile) -> int | None:
+        """The version that is now in the buffer, or None if the sender wrote to the slot meanwhile."""
+        slot = (file.words[NEWEST] & 3) - 1
+        stamp = file.words[END + slot]
+        self._fence()
+        version = file.words[VERSION + slot]
+        np.copyto(self._buffer, file.slots[slot])
+        self._fence()
+        return version if file.words[BEGIN + slot] == stamp else None
+
+    def _current_file(self) -> SlotFile | None:
+        if self._file is not None and not self._file.is_removed():
+            return self._file
+        self._detach()
+        try:
+            self._file = SlotFile(self._path, writable=False)
+        except FileNotFoundError:
+            return None
+        self._sent.close()
+        self._sent = _open_doorbell(self._path)  # whoever replaced the file may have replaced this too
+        slot = torch.empty(self._file.layout.slot_bytes, dtype=torch.uint8)
+        self._buffer = slot.numpy()
+        self._tensors = self._file.layout.views(slot)
+        return self._file
+
+    def _detach(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _in_order(layout: SlotLayout, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors as they were announced, every one of them checked before any is written."""
+    announced = [placed.spec for placed in layout.tensors]
+    _check_names({spec.name for spec in announced}, weights)
+    tensors = [weights[spec.name] for spec in announced]
+    for spec, tensor in zip(announced, tensors, strict=True):
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise WeightUpdateError(f"tensor {spec.name!r} is {found}, announced as {spec.dtype} {list(spec.shape)}")
+    return tensors
+
+
+def _check_names(announced: set[str], found: Iterable[str]) -> None:
+    missing, extra = announced.difference(found), set(found).difference(announced)
+    if missing:
+        raise WeightUpdateError(f"the weights lack {min(missing)!r}")
+    if extra:
+        raise WeightUpdateError(f"the weights have {min(extra)!r}, which was not announced")
+
+
+def _doorbell_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sent")
+
+
+def _open_doorbell(path: Path) -> Doorbell:
+    try:
+        return Doorbell(_doorbell_path(path))
+    except OSError as error:
+        raise WeightUpdateError(f"cannot wait at {error.filename}: {error.strerror}") from error

@@ -1,0 +1,409 @@
+"""What every stream promises, then what the SQLite file promises besides.
+
+As a program, this file is the other process of a test: `test_streams.py write|read PATH CAPACITY NUM_RECORDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import midflight
+from midflight import doorbell
+from midflight.errors import StreamError
+from midflight.protocols import Stream
+from midflight.streams.codec import SCHEMA_VERSION
+from midflight.streams.memory import MemoryStream
+from midflight.streams.sqlite import SqliteStream
+from midflight.types import Grade, Problem
+
+TIMEOUT_S = 60.0
+
+
+def problem(index: int) -> Problem:
+    return Problem(f"problem-{index}", "1+1=" * (index % 7), "2")
+
+
+def append_all(stream: Stream[Problem], num_records: int) -> None:
+    for _ in range(num_records):
+        assert stream.append(problem(stream.next_offset()), TIMEOUT_S) is not None
+
+
+def read_all(stream: Stream[Problem], num_records: int, max_records: int = 1) -> list[Problem]:
+    records: list[Problem] = []
+    while len(records) < num_records:
+        new = stream.read(len(records), max_records, TIMEOUT_S)
+        assert new, "nothing came"
+        records += new
+    return records
+
+
+@dataclass
+class Ends:
+    """Two ends of one stream: a handle for the thread of the test, and what opens one for another thread."""
+
+    stream: Stream[Problem]
+    open_other: Callable[[], AbstractContextManager[Stream[Problem]]]
+
+    def append_all(self, num_records: int) -> None:
+        with self.open_other() as stream:
+            append_all(stream, num_records)
+
+    def append(self, index: int) -> int | None:
+        with self.open_other() as stream:
+            return stream.append(problem(index), TIMEOUT_S)
+
+    def read(self, from_offset: int) -> list[Problem]:
+        with self.open_other() as stream:
+            return stream.read(from_offset, timeout_s=TIMEOUT_S)
+
+
+def open_sqlite(path: Path, capacity: int = 100) -> SqliteStream[Problem]:
+    return SqliteStream(path, Problem, capacity)
+
+
+def ends_in_file(path: Path, capacity: int) -> Ends:
+    return Ends(open_sqlite(path, capacity), lambda: closing(open_sqlite(path, capacity)))
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def ends_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Ends]]:
+    """Makes the stream, of a capacity."""
+    with ExitStack() as open_streams:
+
+        def in_memory(capacity: int) -> Ends:
+            stream: Stream[Problem] = MemoryStream(capacity)
+            return Ends(stream, lambda: nullcontext(stream))
+
+        def in_file(capacity: int) -> Ends:
+            ends = ends_in_file(tmp_path / "stream.sqlite", capacity)
+            open_streams.enter_context(closing(ends.stream))
+            return ends
+
+        yield in_memory if request.param == "memory" else in_file
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        yield executor
+
+
+def test_records_come_back_in_order_at_their_offsets(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(100).stream
+    assert stream.next_offset() == 0
+    assert [stream.append(problem(index)) for index in range(10)] == list(range(10))
+    assert stream.next_offset() == 10
+    assert stream.read(0, 4) == [problem(index) for index in range(4)]
+    assert stream.read(4, 99) == [problem(index) for index in range(4, 10)]
+    assert stream.read(2) == [problem(2)]
+
+
+def test_reading_forgets_nothing(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(100).stream
+    append_all(stream, 5)
+    assert read_all(stream, 5) == read_all(stream, 5, max_records=3) == [problem(index) for index in range(5)]
+
+
+def test_an_empty_stream_gives_nothing_when_time_is_up(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(1).stream
+    assert stream.read(0, timeout_s=0) == []
+    assert stream.read(0, timeout_s=0.01) == []
+    append_all(stream, 1)
+    assert stream.read(1, timeout_s=0.01) == []
+
+
+def test_a_full_stream_takes_nothing_when_time_is_up(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(3).stream
+    append_all(stream, 3)
+    assert stream.append(problem(3), timeout_s=0) is None
+    assert stream.append(problem(3), timeout_s=0.01) is None
+    assert stream.next_offset() == 3
+    assert stream.read(0, 10) == [problem(index) for index in range(3)]
+
+
+def test_asking_from_an_offset_makes_room_for_what_came_before_it(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(3).stream
+    append_all(stream, 3)
+    stream.read(0, 3)
+    assert stream.append(problem(3), timeout_s=0) is None, "received is not yet taken"
+    stream.read(2)
+    assert stream.append(problem(3), timeout_s=0) == 3
+    assert stream.append(problem(4), timeout_s=0) == 4
+    assert stream.append(problem(5), timeout_s=0) is None
+
+
+def test_a_reader_that_starts_over_takes_no_room_away(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(2).stream
+    append_all(stream, 2)
+    stream.read(2, timeout_s=0)
+    assert stream.read(0, 9) == [problem(0), problem(1)]
+    assert stream.append(problem(2), timeout_s=0) == 2
+
+
+def test_room_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+    ends = ends_of(1)
+    stream = ends.stream
+    append_all(stream, 1)
+    waiting = elsewhere.submit(ends.append, 1)
+    assert read_all(stream, 2) == [problem(0), problem(1)]
+    assert waiting.result(TIMEOUT_S) == 1
+
+
+def test_a_record_wakes_a_reader_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+    ends = ends_of(1)
+    waiting = elsewhere.submit(ends.read, 0)
+    append_all(ends.stream, 1)
+    assert waiting.result(TIMEOUT_S) == [problem(0)]
+
+
+@pytest.mark.parametrize(("capacity", "max_records"), [(1, 1), (5, 1), (5, 3), (200, 200)])
+def test_a_writer_and_a_reader_at_once(
+    ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor, capacity: int, max_records: int
+) -> None:
+    ends = ends_of(capacity)
+    written = elsewhere.submit(ends.append_all, 200)
+    assert read_all(ends.stream, 200, max_records) == [problem(index) for index in range(200)]
+    written.result(TIMEOUT_S)
+
+
+def test_trimmed_records_are_gone_and_offsets_go_on(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(100).stream
+    append_all(stream, 6)
+    stream.trim(4)
+    stream.trim(2)
+    assert stream.read(4, 9) == [problem(4), problem(5)]
+    for trimmed in (0, 3, -1):
+        with pytest.raises(StreamError, match=f"offset {trimmed} was trimmed; the stream starts at 4"):
+            stream.read(trimmed)
+    stream.trim(99)
+    assert stream.next_offset() == 6
+    assert stream.read(6, timeout_s=0) == []
+    with pytest.raises(StreamError, match="offset 5 was trimmed; the stream starts at 6"):
+        stream.read(5, timeout_s=0)
+    assert stream.append(problem(6)) == 6
+    assert stream.read(6) == [problem(6)]
+
+
+def test_what_is_trimmed_unread_makes_room(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(2).stream
+    append_all(stream, 2)
+    stream.trim(1)
+    assert stream.append(problem(2), timeout_s=0) == 2
+    assert stream.append(problem(3), timeout_s=0) is None
+    stream.trim(99)
+    assert [stream.append(problem(index), timeout_s=0) for index in (3, 4, 5)] == [3, 4, None]
+
+
+def test_trimming_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+    ends = ends_of(1)
+    stream = ends.stream
+    append_all(stream, 1)
+    waiting = elsewhere.submit(ends.append, 1)
+    stream.trim(1)
+    assert waiting.result(TIMEOUT_S) == 1
+
+
+def test_an_offset_past_the_end_is_an_error(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(1).stream
+    append_all(stream, 1)
+    with pytest.raises(StreamError, match="offset 2 is past the end of the stream, 1"):
+        stream.read(2, timeout_s=0)
+    assert stream.append(problem(1), timeout_s=0) is None, "nothing was taken"
+
+
+def test_a_closed_stream_is_an_error(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(1).stream
+    stream.close()
+    stream.close()
+    with pytest.raises(StreamError, match="closed"):
+        stream.append(problem(0))
+    with pytest.raises(StreamError, match="closed"):
+        stream.read(0)
+    with pytest.raises(StreamError, match="closed"):
+        stream.next_offset()
+
+
+def test_a_capacity_of_nothing_is_an_error(ends_of: Callable[[int], Ends]) -> None:
+    with pytest.raises(ValueError, match="capacity must be at least 1, not 0"):
+        ends_of(0)
+
+
+def test_closing_a_stream_in_memory_wakes_who_waits(elsewhere: ThreadPoolExecutor) -> None:
+    stream: MemoryStream[Problem] = MemoryStream(1)
+    waiting = elsewhere.submit(lambda: stream.read(0))
+    stream.close()
+    with pytest.raises(StreamError, match="the stream is closed"):
+        waiting.result(TIMEOUT_S)
+
+
+# --- SQLite -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "stream.sqlite"
+
+
+def other_process(role: str, path: Path, capacity: int, num_records: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
+    command = [sys.executable, __file__, role, str(path), str(capacity), str(num_records)]
+    return subprocess.Popen(command, env=environment)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 1000])
+def test_two_processes_pass_records_on(path: Path, capacity: int) -> None:
+    stream = open_sqlite(path, capacity)
+    with other_process("write", path, capacity, 300) as writer:
+        assert read_all(stream, 300, max_records=5) == [problem(index) for index in range(300)]
+        assert writer.wait(TIMEOUT_S) == 0
+    stream.close()
+
+
+def test_a_reading_process_unblocks_a_writer(path: Path) -> None:
+    stream = open_sqlite(path, capacity=2)
+    append_all(stream, 2)
+    assert stream.append(problem(2), timeout_s=0) is None
+    with other_process("read", path, 2, 50) as reader:
+        append_all(stream, 48)
+        assert reader.wait(TIMEOUT_S) == 0
+    stream.close()
+
+
+def test_waits_end_by_the_doorbell_alone(
+    path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
+    ends = ends_in_file(path, capacity=1)
+    written = elsewhere.submit(ends.append_all, 300)
+    read_all(ends.stream, 300)
+    written.result(TIMEOUT_S)
+    ends.stream.close()
+
+
+def test_waits_end_without_the_doorbell(
+    path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "_RELOOK_S", 0.001)
+    monkeypatch.setattr(doorbell.Doorbell, "ring", lambda self: None)
+    ends = ends_in_file(path, capacity=1)
+    written = elsewhere.submit(ends.append_all, 50)
+    read_all(ends.stream, 50)
+    written.result(TIMEOUT_S)
+    ends.stream.close()
+
+
+def test_a_reopened_stream_goes_on_where_it_was(path: Path) -> None:
+    first = open_sqlite(path, capacity=4)
+    append_all(first, 4)
+    first.read(2)
+    first.trim(1)
+    first.close()
+    second = open_sqlite(path, capacity=4)
+    assert second.next_offset() == 4
+    assert second.read(1, 9) == [problem(1), problem(2), problem(3)]
+    assert [second.append(problem(index), timeout_s=0) for index in (4, 5, 6)] == [4, 5, None]
+    second.trim(99)
+    second.close()
+    third = open_sqlite(path)
+    assert third.next_offset() == 6, "offsets never repeat, even when nothing is left"
+    third.close()
+
+
+def test_many_may_create_one_stream_at_once(path: Path) -> None:
+    barrier = threading.Barrier(8)
+
+    def open_and_append(index: int) -> int | None:
+        barrier.wait(TIMEOUT_S)
+        stream = open_sqlite(path)
+        offset = stream.append(problem(index))
+        stream.close()
+        return offset
+
+    with ThreadPoolExecutor(8) as executor:
+        assert sorted(executor.map(open_and_append, range(8)), key=str) == list(range(8))
+
+
+def test_an_empty_file_becomes_a_stream(path: Path) -> None:
+    path.touch()
+    stream = open_sqlite(path)
+    append_all(stream, 1)
+    stream.close()
+
+
+def test_a_file_that_is_no_database_is_an_error_and_stays(path: Path) -> None:
+    path.write_text("reward,length\n" * 1000)
+    with pytest.raises(StreamError, match=r"stream\.sqlite: file is not a database"):
+        open_sqlite(path)
+    assert path.read_text() == "reward,length\n" * 1000
+
+
+def test_another_database_is_an_error_and_stays(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE stream (a)")
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(StreamError, match="is a SQLite database but not a stream"):
+        open_sqlite(path)
+    assert path.read_bytes() == before
+
+
+def test_a_stream_of_other_records_is_an_error(path: Path) -> None:
+    open_sqlite(path).close()
+    with pytest.raises(StreamError, match="is a stream of Problem, not of Grade"):
+        SqliteStream(path, Grade, 1)
+
+
+def test_a_stream_of_a_newer_schema_is_an_error(path: Path) -> None:
+    open_sqlite(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    database.close()
+    with pytest.raises(StreamError, match=f"schema {SCHEMA_VERSION + 1} by a newer midflight"):
+        open_sqlite(path)
+
+
+def test_a_damaged_record_is_named(path: Path) -> None:
+    stream = open_sqlite(path)
+    append_all(stream, 3)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE records SET message = zeroblob(40) WHERE offset = 1")
+    database.close()
+    assert stream.read(0) == [problem(0)]
+    with pytest.raises(StreamError, match=r"stream\.sqlite: record 1: not a readable Problem"):
+        stream.read(1)
+    assert stream.read(2) == [problem(2)]
+    stream.close()
+
+
+def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StreamError, match="unable to open database file"):
+        open_sqlite(tmp_path / "nowhere" / "stream.sqlite")
+
+
+def test_a_file_in_place_of_the_doorbell_is_an_error(path: Path) -> None:
+    path.with_name("stream.sqlite.appended").write_text("mine")
+    with pytest.raises(StreamError, match="not a FIFO, and in the way of one"):
+        open_sqlite(path)
+
+
+def main(role: str, path: str, capacity: str, num_records: str) -> None:
+    stream = open_sqlite(Path(path), int(capacity))
+    if role == "write":
+        append_all(stream, int(num_records))
+    else:
+        assert read_all(stream, int(num_records)) == [problem(index) for index in range(int(num_records))]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,418 @@
+"""What a weight transport promises, and what shared memory promises besides.
+
+As a program, this file is the sender of a test: `test_weights.py hammer|die PATH`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import midflight
+from midflight import doorbell
+from midflight.errors import WeightUpdateError
+from midflight.protocols import WeightReceiver, WeightSender
+from midflight.types import TensorSpec
+from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+TIMEOUT_S = 60.0
+HAMMERED = {"first": torch.zeros(64 * 1024), "middle": torch.zeros(3), "last": torch.zeros(64, 1024)}
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
+    return [
+        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in weights.items()
+    ]
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "embedding": torch.randn(11, 3, generator=generator),
+        "norm": torch.randn(7, generator=generator).bfloat16(),
+        "head": torch.randn(5, 1, 2, generator=generator).half(),
+        "scale": torch.randn((), generator=generator),
+        "nothing": torch.randn(0, 4, generator=generator),
+        "positions": torch.randint(-(2**62), 2**62, (9,), generator=generator),
+    }
+
+
+def assert_equal(received: tuple[int, Mapping[str, Tensor]], version: int, weights: Mapping[str, Tensor]) -> None:
+    assert received[0] == version
+    assert list(received[1]) == list(weights)
+    for name, tensor in weights.items():
+        assert received[1][name].dtype == tensor.dtype
+        assert torch.equal(received[1][name], tensor), name
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def sender(path: Path) -> Iterator[SharedMemorySender]:
+    with closing(SharedMemorySender(path)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def receiver(path: Path) -> Iterator[SharedMemoryReceiver]:
+    with closing(SharedMemoryReceiver(path)) as receiver:
+        yield receiver
+
+
+def test_weights_of_every_dtype_arrive_bit_for_bit(sender: WeightSender, receiver: WeightReceiver) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    for version in range(8):
+        sender.send(version, weights_of(version))
+        assert receiver.newest_version() == version
+        assert_equal(receiver.receive(), version, weights_of(version))
+        assert_equal(receiver.receive(), version, weights_of(version))
+
+
+def test_only_the_newest_version_counts(sender: WeightSender, receiver: WeightReceiver) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    for version in range(10):
+        sender.send(version, weights_of(version))
+    assert_equal(receiver.receive(), 9, weights_of(9))
+    sender.send(4, weights_of(4))
+    assert receiver.newest_version() == 4, "newest is what was sent last: a trainer may go back to a checkpoint"
+    assert_equal(receiver.receive(), 4, weights_of(4))
+
+
+def test_received_tensors_stay_as_they_are_until_the_next_receive(
+    sender: WeightSender, receiver: WeightReceiver
+) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(0, weights_of(0))
+    received = receiver.receive()
+    for version in range(1, 8):
+        sender.send(version, weights_of(version))
+    assert_equal(received, 0, weights_of(0))
+
+
+def test_trainable_strided_weights_can_be_sent(sender: WeightSender, receiver: WeightReceiver) -> None:
+    weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4).T)
+    sender.announce(specs_of({"weight": weight}))
+    for version in range(4):
+        sender.send(version, {"weight": weight})
+    received = receiver.receive()
+    assert_equal(received, 3, {"weight": weight.detach()})
+    assert not received[1]["weight"].requires_grad
+
+
+def test_a_receiver_may_come_before_the_sender(sender: WeightSender, receiver: WeightReceiver) -> None:
+    assert receiver.newest_version() is None
+    with pytest.raises(WeightUpdateError, match="no weights have been sent"):
+        receiver.receive()
+    sender.announce(specs_of(weights_of(0)))
+    assert receiver.newest_version() is None
+    with pytest.raises(WeightUpdateError, match="no weights have been sent"):
+        receiver.receive()
+    sender.send(0, weights_of(0))
+    assert receiver.newest_version() == 0
+
+
+def test_several_receivers_see_the_same(path: Path, sender: WeightSender, receiver: WeightReceiver) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(5, weights_of(5))
+    with closing(SharedMemoryReceiver(path)) as late:
+        assert_equal(late.receive(), 5, weights_of(5))
+    assert_equal(receiver.receive(), 5, weights_of(5))
+
+
+def test_waiting_ends_when_time_is_up(sender: WeightSender, receiver: WeightReceiver) -> None:
+    assert not receiver.wait(newer_than=-1, timeout_s=0)
+    assert not receiver.wait(newer_than=-1, timeout_s=0.01)
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(3, weights_of(3))
+    assert receiver.wait(newer_than=2, timeout_s=0)
+    assert not receiver.wait(newer_than=3, timeout_s=0.01)
+
+
+def test_a_version_wakes_a_receiver_that_waits(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
+    seen: list[int | None] = []
+    turns = threading.Barrier(2)
+
+    def follow() -> None:
+        for version in range(50):
+            assert receiver.wait(newer_than=version - 1, timeout_s=TIMEOUT_S)
+            seen.append(receiver.newest_version())
+            turns.wait(TIMEOUT_S)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    sender.announce(specs_of(weights_of(0)))
+    for version in range(50):
+        sender.send(version, weights_of(version))
+        turns.wait(TIMEOUT_S)
+    follower.join(TIMEOUT_S)
+    assert seen == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": None}, "the weights lack 'norm'"),
+        ({"bias": torch.zeros(1)}, "the weights have 'bias', which was not announced"),
+        ({"norm": torch.zeros(8).bfloat16()}, r"'norm' is bfloat16 \[8\], announced as bfloat16 \[7\]"),
+        ({"norm": torch.zeros(7)}, r"'norm' is float32 \[7\], announced as bfloat16 \[7\]"),
+        ({"embedding": torch.zeros(3, 11)}, r"'embedding' is float32 \[3, 11\], announced as float32 \[11, 3\]"),
+    ],
+)
+def test_weights_that_differ_from_the_announced_change_nothing(
+    sender: WeightSender, receiver: WeightReceiver, change: dict[str, Tensor | None], message: str
+) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(1, weights_of(1))
+    changed = {name: tensor for name, tensor in {**weights_of(2), **change}.items() if tensor is not None}
+    with pytest.raises(WeightUpdateError, match=message):
+        sender.send(2, changed)
+    assert_equal(receiver.receive(), 1, weights_of(1))
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([TensorSpec("a", (1,), "float32")] * 2, "tensor 'a' is announced twice"),
+        ([TensorSpec("a", (1,), "complex64")], "tensor 'a' is complex64; only float32, bfloat16, float16, int64"),
+        ([TensorSpec("a", (2**59,), "float32")], "cannot set aside .* MB: "),
+    ],
+)
+def test_tensors_that_cannot_be_sent_are_refused(
+    path: Path, sender: WeightSender, specs: Sequence[TensorSpec], message: str
+) -> None:
+    with pytest.raises(WeightUpdateError, match=message):
+        sender.announce(specs)
+    assert not path.exists()
+    with pytest.raises(WeightUpdateError, match="sent before they were announced"):
+        sender.send(0, {})
+
+
+# --- restarts and replaced files --------------------------------------------------------------------------------
+
+
+def test_a_restarted_sender_goes_on_in_the_same_file(path: Path, receiver: WeightReceiver) -> None:
+    for version in range(5):
+        with closing(SharedMemorySender(path)) as sender:
+            sender.announce(specs_of(weights_of(0)))
+            if version:
+                assert_equal(receiver.receive(), version - 1, weights_of(version - 1))
+            sender.send(version, weights_of(version))
+        assert_equal(receiver.receive(), version, weights_of(version))
+
+
+def test_a_receiver_notices_another_layout(path: Path, sender: SharedMemorySender, receiver: WeightReceiver) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(7, weights_of(7))
+    received = receiver.receive()
+    other = {"only": torch.ones(3)}
+    sender.announce(specs_of(other))
+    assert receiver.newest_version() is None
+    sender.send(1, other)
+    assert_equal(receiver.receive(), 1, other)
+    assert_equal(received, 7, weights_of(7))
+    assert sorted(each.name for each in path.parent.iterdir()) == ["weights", "weights.sent"]
+
+
+def test_a_removed_file_is_noticed_and_so_is_a_new_one(
+    path: Path, sender: SharedMemorySender, receiver: WeightReceiver
+) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(7, weights_of(7))
+    assert receiver.newest_version() == 7
+    sender.unlink()
+    assert list(path.parent.iterdir()) == []
+    assert receiver.newest_version() is None
+    with pytest.raises(WeightUpdateError, match="sent before they were announced"):
+        sender.send(8, weights_of(8))
+    sender.announce(specs_of(weights_of(0)))
+    sender.send(2, weights_of(2))
+    assert_equal(receiver.receive(), 2, weights_of(2))
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"MIDFLTWT" + b"\xff" * 500, b"precious" * 1000])
+def test_another_file_is_refused_and_stays(
+    path: Path, sender: WeightSender, receiver: WeightReceiver, content: bytes
+) -> None:
+    path.write_bytes(content)
+    with pytest.raises(WeightUpdateError, match="is not a file of shared weights"):
+        sender.announce(specs_of(weights_of(0)))
+    with pytest.raises(WeightUpdateError, match="is not a file of shared weights"):
+        receiver.newest_version()
+    assert path.read_bytes() == content
+
+
+def test_a_cut_file_is_refused(path: Path, sender: WeightSender, receiver: WeightReceiver) -> None:
+    sender.announce(specs_of(weights_of(0)))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(WeightUpdateError, match="wrong size"):
+        receiver.newest_version()
+
+
+# --- torn reads -------------------------------------------------------------------------------------------------
+
+
+def start(role: str, path: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment)
+
+
+def assert_whole(received: tuple[int, Mapping[str, Tensor]]) -> int:
+    version, weights = received
+    for name, tensor in weights.items():
+        assert (tensor.numpy() == version).all(), f"{name} of version {version} is torn"
+    return version
+
+
+def test_weights_are_whole_while_a_sender_hammers(
+    path: Path, receiver: SharedMemoryReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copyto: Callable[[Any, Any], None] = np.copyto
+    chance = random.Random(3)
+
+    def copy_in_pieces(to: Any, source: Any) -> None:
+        """Often slow enough to be overtaken, which a plain copy hardly ever is."""
+        piece = len(to) // chance.choice([1, 64, 512])
+        for begin in range(0, len(to), piece):
+            copyto(to[begin : begin + piece], source[begin : begin + piece])
+
+    monkeypatch.setattr(np, "copyto", copy_in_pieces)
+    with start("hammer", path) as process:
+        assert receiver.wait(newer_than=-1, timeout_s=TIMEOUT_S)
+        versions = [assert_whole(receiver.receive())]
+        while len(versions) < 2400:
+            # Now and then one that has only just been sent: so the sender is running, and about to overtake.
+            assert len(versions) % 4 or receiver.wait(newer_than=versions[-1], timeout_s=TIMEOUT_S)
+            versions.append(assert_whole(receiver.receive()))
+        process.kill()
+    versions.append(assert_whole(receiver.receive()))
+    assert versions == sorted(versions)
+
+
+def test_a_copy_that_is_overtaken_starts_over(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two halves of a copy, the sender goes once around its slots; then it holds still."""
+    sender.announce(specs_of(HAMMERED))
+    versions = itertools.count()
+
+    def send() -> None:
+        version = next(versions)
+        sender.send(version, filled(version))
+
+    send()
+    copyto: Callable[[Any, Any], None] = np.copyto
+    overtake = itertools.chain([3, 4, 5], itertools.repeat(0))
+
+    def slow_copy(to: Any, source: Any) -> None:
+        half = len(to) // 2
+        copyto(to[:half], source[:half])
+        for _ in range(next(overtake)):
+            send()
+        copyto(to[half:], source[half:])
+
+    monkeypatch.setattr(np, "copyto", slow_copy)
+    assert assert_whole(receiver.receive()) == 12
+
+
+def test_a_copy_that_is_not_overtaken_is_taken(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sends during a copy leave its slot alone, so nothing makes the receiver start over."""
+    sender.announce(specs_of(HAMMERED))
+    sender.send(0, filled(0))
+    copyto: Callable[[Any, Any], None] = np.copyto
+
+    def slow_copy(to: Any, source: Any) -> None:
+        sender.send(1, filled(1))
+        sender.send(2, filled(2))
+        copyto(to, source)
+
+    monkeypatch.setattr(np, "copyto", slow_copy)
+    assert assert_whole(receiver.receive()) == 0
+
+
+class Deadly(Tensor):
+    """A tensor that calls `end` when it is copied."""
+
+    end: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            args[1].end()
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def deadly(version: int, end: Callable[[], None]) -> dict[str, Tensor]:
+    """Weights of which the last cannot be copied."""
+    weights = filled(version)
+    last = weights["last"].contiguous().as_subclass(Deadly)
+    last.end = end
+    return {**weights, "last": last}
+
+
+def give_up() -> None:
+    raise ZeroDivisionError
+
+
+def test_a_send_that_fails_halfway_leaves_the_newest_version(sender: WeightSender, receiver: WeightReceiver) -> None:
+    sender.announce(specs_of(HAMMERED))
+    for version in range(6):  # whichever slot it fails in
+        sender.send(version, filled(version))
+        with pytest.raises(ZeroDivisionError):
+            sender.send(version + 1, deadly(version + 1, give_up))
+        assert assert_whole(receiver.receive()) == receiver.newest_version() == version
+
+
+def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver: WeightReceiver) -> None:
+    with start("die", path) as process:
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert assert_whole(receiver.receive()) == receiver.newest_version() == 7
+    with closing(SharedMemorySender(path)) as sender:
+        sender.announce(specs_of(HAMMERED))
+        assert assert_whole(receiver.receive()) == 7
+        sender.send(8, filled(8))
+    assert assert_whole(receiver.receive()) == 8
+
+
+def filled(version: int) -> dict[str, Tensor]:
+    return {name: torch.tensor(float(version)).expand(tensor.shape) for name, tensor in HAMMERED.items()}
+
+
+def hammer(path: Path) -> None:
+    sender = SharedMemorySender(path)
+    sender.announce(specs_of(HAMMERED))
+    for version in itertools.count():
+        sender.send(version, filled(version))
+
+
+def die(path: Path) -> None:
+    sender = SharedMemorySender(path)
+    sender.announce(specs_of(HAMMERED))
+    sender.send(7, filled(7))
+    sender.send(8, deadly(8, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+if __name__ == "__main__":
+    {"hammer": hammer, "die": die}[sys.argv[1]](Path(sys.argv[2]))

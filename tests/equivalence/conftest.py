@@ -1,0 +1,108 @@
+"""A whole run in one process: the two real loops in two threads, over a memory stream and in-process weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from midflight.actor.actor import Actor, ActorConfig
+from midflight.actor.loop import RolloutLoop
+from midflight.config import Recipe, load_recipe
+from midflight.launch.build import (
+    build_engine,
+    build_environment,
+    build_loss,
+    build_preprocessing,
+    build_sampling,
+    build_schedule,
+    build_trainer,
+)
+from midflight.metrics.jsonl import JsonlWriter, read_metrics
+from midflight.models.loading import load_config, load_tokenizer
+from midflight.streams.codec import Codec
+from midflight.streams.memory import MemoryStream
+from midflight.testing.fakes import InProcessWeights
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState
+from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.types import ActorCheckpoint, TrainingBatch
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+
+
+@dataclass
+class FinishedRun:
+    recipe: Recipe
+    batches: list[TrainingBatch]
+    weights: InProcessWeights
+    trainer: TrainerState
+    actor: ActorCheckpoint
+    metrics: list[dict[str, object]]
+
+
+@pytest.fixture
+def run_recipe(tmp_path: Path) -> Callable[..., FinishedRun]:
+    def run(*overrides: str) -> FinishedRun:
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        return run_in_threads(load_recipe(RECIPE, overrides), directory)
+
+    return run
+
+
+class _Recorder(MemoryStream[TrainingBatch]):
+    """A memory stream that also keeps what was trimmed."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1000)
+        self.appended: list[TrainingBatch] = []
+
+    def append(self, record: TrainingBatch, timeout_s: float | None = None) -> int | None:
+        self.appended.append(record)
+        return super().append(record, timeout_s)
+
+
+def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
+    weights, stream, tracer = InProcessWeights(), _Recorder(), Tracer(None, "test")
+    backend = build_trainer(recipe, weights)
+    backend.init(rank=0)
+    backend.publish_weights(0)
+    schedule, tokenizer = build_schedule(recipe), load_tokenizer(recipe.model.path)
+    engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
+    actor_config = ActorConfig(
+        recipe.batch.batch_size, recipe.batch.group_size, build_sampling(recipe, tokenizer), recipe.run.seed
+    )
+    actor = Actor(actor_config, engine, schedule, build_environment(recipe), tokenizer)
+    rollouts = RolloutLoop(actor, engine, schedule, weights, stream, build_preprocessing(recipe), tracer)
+    settings = LoopSettings(
+        max_steps=recipe.trainer.max_steps,
+        max_seconds=None,
+        checkpoint_every=10**9,
+        keep_checkpoints=1,
+        max_nonfinite_steps=5,
+        max_ratio=recipe.loss.max_ratio,
+        denominator=recipe.loss.denominator,
+        checkpoints=directory / "checkpoints",
+        rejected_batches=directory / "rejected",
+    )
+    trained, result = threading.Event(), []
+    thread = threading.Thread(target=lambda: result.append(rollouts.run(trained.is_set)))
+    with JsonlWriter(directory / "metrics.jsonl") as metrics:
+        loop = TrainLoop(
+            settings, backend, build_loss(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
+            Codec(TrainingBatch).encode,
+        )  # fmt: skip
+        thread.start()
+        try:
+            loop.run(lambda: not thread.is_alive())
+        finally:
+            trained.set()
+            thread.join()
+    assert result, "the rollout loop failed"
+    return FinishedRun(
+        recipe, stream.appended, weights, loop.state, result[0], read_metrics(directory / "metrics.jsonl")
+    )

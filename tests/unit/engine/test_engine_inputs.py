@@ -1,0 +1,91 @@
+"""Requests and updates that do not fit: an error that names the number, and the engine goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from midflight.errors import ModelError, WeightUpdateError
+from midflight.models.loading import weights_of
+from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.types import GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
+
+FOUR_TOKENS = SamplingParams(4)
+
+
+def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_generated: int = 0):
+    generated = GeneratedTokens(
+        np.zeros(num_generated, np.int32), np.zeros(num_generated, np.float32), np.zeros(num_generated, np.int32)
+    )
+    return GenerationRequest(
+        RolloutId(0), np.array(prompt, np.int32), sampling, 0, generated if num_generated else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request([]), "0 tokens, not 1 to 32"),
+        (request([2] * 33), "33 tokens, not 1 to 32"),
+        (request([2, 44]), "outside 0 to 43"),
+        (request([-1]), "outside 0 to 43"),
+        (request([2], SamplingParams(0)), "max_tokens is 0"),
+        (request([2], SamplingParams(25)), "max_tokens is 25, not 1 to 24"),
+        (request([2], SamplingParams(4, temperature=-0.5)), "temperature is -0.5"),
+        (request([2], SamplingParams(4, stop_token_ids=tuple(range(9)))), "9 stop tokens"),
+        (request([2], num_generated=4), "already has 4 of 4"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_whole(bad: GenerationRequest, message: str) -> None:
+    engine = tiny_engine(tiny_model())
+    with pytest.raises(ValueError, match=message):
+        engine.add([request([2, 3]), bad])
+    assert engine.num_in_flight == 0
+
+
+def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
+    old, new = tiny_model(seed=0), weights_of(tiny_model(seed=1))
+    name = "model.layers.1.mlp.down_proj.weight"
+    broken = [
+        {key: value for key, value in new.items() if key != name},
+        {**new, "model.extra": new[name]},
+        {**new, name: new[name][:-1]},
+        {**new, name: new[name].double()},
+    ]
+    undisturbed, engine = tiny_engine(old), tiny_engine(old)
+    for each in (undisturbed, engine):
+        each.add([request([2, 3, 4], SamplingParams(24))])
+    for weights in broken:
+        with pytest.raises(WeightUpdateError, match=r"down_proj|model\.extra"):
+            engine.update_weights(1, weights)
+        engine.step()
+        undisturbed.step()
+    (kept,), (expected,) = engine.abort([RolloutId(0)]), undisturbed.abort([RolloutId(0)])
+    assert kept.generated.weight_versions.tolist() == [0] * 4
+    assert kept.generated.logprobs.tolist() == expected.generated.logprobs.tolist()
+
+
+def test_an_unknown_family_is_refused() -> None:
+    model = tiny_model()
+    model.config.model_type = "gpt2"
+    with pytest.raises(ModelError, match="llama and qwen2 models, not gpt2"):
+        tiny_engine(model)
+
+
+def test_sampling_follows_the_distribution() -> None:
+    """Inverse-CDF sampling with many uniforms reproduces the softmax; a token of probability zero is never drawn."""
+    from midflight.engine.randomness import uniforms
+    from midflight.engine.sampler import sample
+
+    logits = torch.tensor([0.0, -torch.inf, 1.0, 2.0, -torch.inf])
+    num_draws = 200_000
+    draws = torch.from_numpy(uniforms(seed=0, rollout_id=3, num_positions=num_draws))
+    token_ids, logprobs = sample(logits.expand(num_draws, -1), torch.full((num_draws,), 2.0), draws)
+    expected = torch.softmax(logits / 2.0, -1)
+    observed = torch.bincount(token_ids, minlength=5) / num_draws
+    assert torch.allclose(observed, expected, atol=5e-3)
+    assert observed[[1, 4]].tolist() == [0, 0]
+    assert torch.allclose(logprobs, expected.log()[token_ids])
+    edge, _ = sample(logits.expand(2, -1), torch.ones(2), torch.tensor([0.0, 1.0 - 2.0**-24]))
+    assert edge.tolist() == [0, 3]

@@ -1,0 +1,111 @@
+"""Recipes: a wrong one is one clear line that says which key and what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config import ConventionalConfig, PipelineConfig, describe_recipe, dump_recipe, load_recipe
+from midflight.errors import RecipeError
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\npath = "model"\n[schedule]\ntype = "pipeline"\nnum_in_flight = 48\n')
+    return path
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
+    from midflight.launch.build import check_recipe
+
+    check_recipe(load_recipe(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.num_inflight=3", "unknown key schedule.num_inflight; did you mean schedule.num_in_flight?"),
+        ("trainner.max_steps=3", "unknown key trainner; did you mean trainer?"),
+        ("trainer.max_steps=many", "trainer.max_steps: should be a valid integer"),
+        ("trainer.max_steps=0", "trainer.max_steps: should be greater than or equal to 1, got 0"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate: "),
+        ("schedule.type=magic", "schedule: "),
+        ("batch.batch_size=20", "batch.batch_size = 20 is not a multiple of batch.group_size = 8; 16 or 24 would work"),
+        ("batch.batch_size=4", "batch.batch_size = 4 is not a multiple of batch.group_size = 8; 8 would work"),
+        ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
+        ("schedule.max_waiting=8", "schedule.max_waiting = 8 is less than batch.batch_size = 32"),
+        ("schedule.max_lag=-1", "schedule.max_lag: should be greater than or equal to 0, got -1"),
+        ("max_steps=3", "'max_steps=3' is not of the form section.key=value"),
+        ("trainer.max_steps", "'trainer.max_steps' is not of the form section.key=value"),
+        ("model.path.deep=3", "override model.path.deep: path is a value, not a section"),
+    ],
+)
+def test_a_wrong_override_is_one_clear_line(recipe_file: Path, override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe_file, [override])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "model is missing"),
+        ("[model]\n", "model.path is missing"),
+        ("[model\n", "is not valid TOML"),
+        ("model = 3\n", "model: "),
+        ('[model]\npath = "m"\n[surprise]\nx = 1\n', "unknown key surprise; known are "),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(path)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="No such file"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_a_dumped_recipe_is_the_same_recipe(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["trainer.max_seconds=3.5", "task.options={seed = 3, names = ['a']}"])
+    copy = recipe_file.with_name("copy.toml")
+    copy.write_text(dump_recipe(recipe))
+    assert load_recipe(copy) == recipe
+
+
+def test_paths_are_relative_to_the_recipe_and_on_the_command_line_to_the_working_directory(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load_recipe(recipe_file).model.path == tmp_path / "model"
+    assert load_recipe(recipe_file, ["model.path=mine"]).model.path == elsewhere / "mine"
+
+
+def test_changing_the_type_of_a_section_starts_it_afresh(recipe_file: Path) -> None:
+    kept = load_recipe(recipe_file, ["schedule.type=pipeline"]).schedule
+    assert isinstance(kept, PipelineConfig)
+    assert kept.num_in_flight == 48
+    changed = load_recipe(recipe_file, ["schedule.type=conventional", "schedule.steps_per_rl_step=4"]).schedule
+    assert changed == ConventionalConfig(steps_per_rl_step=4)
+    with pytest.raises(RecipeError, match=r"unknown key schedule\.max_lag"):
+        load_recipe(recipe_file, ["schedule.type=conventional", "schedule.max_lag=4"])
+
+
+def test_every_key_is_described() -> None:
+    rows = {key: description for key, _, _, description in describe_recipe()}
+    assert "schedule.max_lag" in rows
+    assert "schedule.steps_per_rl_step" in rows
+    undescribed = [key for key, description in rows.items() if not description and not key.endswith(".type")]
+    assert undescribed == []

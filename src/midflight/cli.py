@@ -20,6 +20,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes without running them.")
 app.add_typer(config_app, name="config")
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine. Leave it alone meanwhile.")
+app.add_typer(bench_app, name="bench")
+
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -111,6 +114,48 @@ def keys() -> None:
             if description
             else f"{key}  ({kind}, default {default})"
         )
+
+
+Seeds = Annotated[int, typer.Option(help="how many seeds; results are medians over them")]
+
+
+@bench_app.command()
+def schedules(
+    recipe_path: RecipeArgument = Path("recipes/cpu_demo.toml"),
+    num_seeds: Seeds = 3,
+    steps: Annotated[int, typer.Option(help="optimizer steps of each run; a multiple of 16")] = 160,
+    as_json: Json = False,
+) -> None:
+    """Trained samples per second of every schedule, alternating, same steps."""
+    from midflight.bench.schedules import bench_schedules
+
+    result = bench_schedules(recipe_path, range(num_seeds), steps, Console(stderr=True).print)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    for row in result["rows"]:
+        print(
+            f"{row['schedule']:18}{row['trained_samples_per_s']:8.1f} samples/s"
+            f"   pipeline is {row['pipeline_speedup']:.2f}x as fast   mean lag {row['mean_lag']:.2f}"
+        )
+
+
+@bench_app.command()
+def accuracy(
+    recipe_path: RecipeArgument = Path("recipes/cpu_demo.toml"),
+    overrides: Overrides = None,
+    num_seeds: Seeds = 3,
+    every: Annotated[int, typer.Option(help="optimizer steps between evaluated checkpoints")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Seconds of RL until held-out sampled accuracy reaches 0.85 and 0.90."""
+    from midflight.bench.accuracy import bench_accuracy
+
+    result = bench_accuracy(recipe_path, overrides or [], range(num_seeds), every, Console(stderr=True).print)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"0.85 after {result['seconds_to_0.85']} s, 0.90 after {result['seconds_to_0.9']} s (medians)")
 
 
 def main() -> None:

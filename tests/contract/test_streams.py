@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,10 +255,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "stream.sqlite"
 
 
-def other_process(role: str, path: Path, capacity: int, num_records: int) -> subprocess.Popen[bytes]:
+@contextmanager
+def other_process(role: str, path: Path, capacity: int, num_records: int) -> Iterator[subprocess.Popen[bytes]]:
+    """This file as another process, killed at the end if it still runs."""
     environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
     command = [sys.executable, __file__, role, str(path), str(capacity), str(num_records)]
-    return subprocess.Popen(command, env=environment)
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 1000])

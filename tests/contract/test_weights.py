@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +272,43 @@ def test_a_cut_file_is_refused(path: Path, sender: WeightSender, receiver: Weigh
 # --- torn reads -------------------------------------------------------------------------------------------------
 
 
-def start(role: str, path: Path) -> subprocess.Popen[bytes]:
+def filled(version: int) -> dict[str, Tensor]:
+    return {name: torch.tensor(float(version)).expand(tensor.shape) for name, tensor in HAMMERED.items()}
+
+
+class Deadly(Tensor):
+    """A tensor that calls `end` when it is copied."""
+
+    end: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            args[1].end()
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def deadly(version: int, end: Callable[[], None]) -> dict[str, Tensor]:
+    """Weights of which the last cannot be copied."""
+    weights = filled(version)
+    last = weights["last"].contiguous().as_subclass(Deadly)
+    last.end = end
+    return {**weights, "last": last}
+
+
+def give_up() -> None:
+    raise ZeroDivisionError
+
+
+@contextmanager
+def running(role: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """This file as another process, killed at the end if it still runs."""
     environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment)
+    with subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def assert_whole(received: tuple[int, Mapping[str, Tensor]]) -> int:
@@ -287,24 +321,25 @@ def assert_whole(received: tuple[int, Mapping[str, Tensor]]) -> int:
 def test_weights_are_whole_while_a_sender_hammers(
     path: Path, receiver: SharedMemoryReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    observer = SharedMemoryReceiver(path)
     copyto: Callable[[Any, Any], None] = np.copyto
     chance = random.Random(3)
 
-    def copy_in_pieces(to: Any, source: Any) -> None:
-        """Often slow enough to be overtaken, which a plain copy hardly ever is."""
-        piece = len(to) // chance.choice([1, 64, 512])
-        for begin in range(0, len(to), piece):
-            copyto(to[begin : begin + piece], source[begin : begin + piece])
+    def interrupted_copy(to: Any, source: Any) -> None:
+        """Often interrupted for a few sends, as by a busy machine; three of them overtake it."""
+        half = len(to) // 2
+        copyto(to[:half], source[:half])
+        newest = observer.newest_version()
+        assert newest is not None
+        assert observer.wait(newer_than=newest - 1 + chance.choice([0, 0, 0, 1, 2, 3]), timeout_s=TIMEOUT_S)
+        copyto(to[half:], source[half:])
 
-    monkeypatch.setattr(np, "copyto", copy_in_pieces)
-    with start("hammer", path) as process:
+    monkeypatch.setattr(np, "copyto", interrupted_copy)
+    with running("hammer", path):
         assert receiver.wait(newer_than=-1, timeout_s=TIMEOUT_S)
-        versions = [assert_whole(receiver.receive())]
-        while len(versions) < 2400:
-            # Now and then one that has only just been sent: so the sender is running, and about to overtake.
-            assert len(versions) % 4 or receiver.wait(newer_than=versions[-1], timeout_s=TIMEOUT_S)
-            versions.append(assert_whole(receiver.receive()))
-        process.kill()
+        versions = [assert_whole(receiver.receive()) for _ in range(2500)]
+    monkeypatch.undo()
+    observer.close()
     versions.append(assert_whole(receiver.receive()))
     assert versions == sorted(versions)
 
@@ -335,6 +370,26 @@ def test_a_copy_that_is_overtaken_starts_over(
     assert assert_whole(receiver.receive()) == 12
 
 
+def test_a_copy_of_a_slot_that_is_being_written_starts_over(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a copy, the sender comes half around: two versions, and half of a third in the slot that is copied."""
+    sender.announce(specs_of(HAMMERED))
+    sender.send(0, filled(0))
+    copyto: Callable[[Any, Any], None] = np.copyto
+
+    def late_copy(to: Any, source: Any) -> None:
+        monkeypatch.undo()
+        sender.send(1, filled(1))
+        sender.send(2, filled(2))
+        with pytest.raises(ZeroDivisionError):
+            sender.send(3, deadly(3, give_up))
+        copyto(to, source)
+
+    monkeypatch.setattr(np, "copyto", late_copy)
+    assert assert_whole(receiver.receive()) == 2
+
+
 def test_a_copy_that_is_not_overtaken_is_taken(
     sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,30 +407,6 @@ def test_a_copy_that_is_not_overtaken_is_taken(
     assert assert_whole(receiver.receive()) == 0
 
 
-class Deadly(Tensor):
-    """A tensor that calls `end` when it is copied."""
-
-    end: Callable[[], None]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_:
-            args[1].end()
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-def deadly(version: int, end: Callable[[], None]) -> dict[str, Tensor]:
-    """Weights of which the last cannot be copied."""
-    weights = filled(version)
-    last = weights["last"].contiguous().as_subclass(Deadly)
-    last.end = end
-    return {**weights, "last": last}
-
-
-def give_up() -> None:
-    raise ZeroDivisionError
-
-
 def test_a_send_that_fails_halfway_leaves_the_newest_version(sender: WeightSender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(HAMMERED))
     for version in range(6):  # whichever slot it fails in
@@ -386,7 +417,7 @@ def test_a_send_that_fails_halfway_leaves_the_newest_version(sender: WeightSende
 
 
 def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver: WeightReceiver) -> None:
-    with start("die", path) as process:
+    with running("die", path) as process:
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
     assert assert_whole(receiver.receive()) == receiver.newest_version() == 7
     with closing(SharedMemorySender(path)) as sender:
@@ -394,10 +425,6 @@ def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver:
         assert assert_whole(receiver.receive()) == 7
         sender.send(8, filled(8))
     assert assert_whole(receiver.receive()) == 8
-
-
-def filled(version: int) -> dict[str, Tensor]:
-    return {name: torch.tensor(float(version)).expand(tensor.shape) for name, tensor in HAMMERED.items()}
 
 
 def hammer(path: Path) -> None:

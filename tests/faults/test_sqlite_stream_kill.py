@@ -51,8 +51,8 @@ def start(role: str, path: Path, *arguments: object) -> subprocess.Popen[bytes]:
 
 def killed_after(process: subprocess.Popen[bytes], num_lines: int, spin: int) -> list[int]:
     """The offsets that a process reported before it was killed, a moment after it had reported `num_lines`."""
+    assert process.stdout is not None
     with process:
-        assert process.stdout is not None
         offsets = [int(process.stdout.readline()) for _ in range(num_lines)]
         for _ in range(spin):  # into the middle of a transaction; a sleep would be far too long
             pass

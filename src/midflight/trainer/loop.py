@@ -111,7 +111,7 @@ class TrainLoop:
         total = 0.0
         for microbatch in batch.microbatches:
             policy_logprobs, entropy = self._backend.forward(microbatch)
-            inputs = _loss_inputs(microbatch, policy_logprobs, denominator)
+            inputs = loss_inputs(microbatch, policy_logprobs, denominator)
             loss = self._loss(inputs).loss
             self._backend.backward(loss)
             policy.add(policy_logprobs.detach(), inputs.behavior_logprobs, entropy)
@@ -184,7 +184,7 @@ class _Seen:
     wait_s: float = 0.0
 
 
-def _loss_inputs(microbatch: Microbatch, policy_logprobs: Tensor, denominator: float) -> LossInputs:
+def loss_inputs(microbatch: Microbatch, policy_logprobs: Tensor, denominator: float) -> LossInputs:
     mask = microbatch.loss_mask
     return LossInputs(
         policy_logprobs=policy_logprobs,

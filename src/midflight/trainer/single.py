@@ -49,9 +49,9 @@ class SingleProcessTrainer:
         """Load the model and announce the weights it will publish."""
         assert rank == 0, "a single process has one rank"
         self._tokenizer = load_tokenizer(self._model_path)
-        self._model: Any = load_model(self._model_path).to(self._device)
+        self.model: Any = load_model(self._model_path).to(self._device)
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            self.model.parameters(),
             lr=self._settings.learning_rate,
             betas=self._settings.betas,
             weight_decay=self._settings.weight_decay,
@@ -60,7 +60,7 @@ class SingleProcessTrainer:
         self._sender.announce(
             [
                 TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in weights_of(self._model).items()
+                for name, tensor in weights_of(self.model).items()
             ]
         )
 
@@ -71,7 +71,7 @@ class SingleProcessTrainer:
         """
         token_ids_T = self._tensor(microbatch.token_ids)
         packed = PackedSequences.from_lengths(microbatch.sequence_lengths.tolist(), self._device)
-        hidden_TD = self._model.base_model(
+        hidden_TD = self.model.base_model(
             input_ids=token_ids_T[None],
             position_ids=self._tensor(microbatch.position_ids)[None],
             use_cache=False,
@@ -79,7 +79,7 @@ class SingleProcessTrainer:
         ).last_hidden_state[0]
         predicted_M = self._tensor(microbatch.loss_mask).nonzero().squeeze(1)
         logits_MV = (
-            self._model.get_output_embeddings()(hidden_TD.index_select(0, predicted_M - 1)).float() / self._temperature
+            self.model.get_output_embeddings()(hidden_TD.index_select(0, predicted_M - 1)).float() / self._temperature
         )
         all_logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
         with torch.no_grad():
@@ -91,7 +91,7 @@ class SingleProcessTrainer:
 
     def optimizer_step(self) -> Mapping[str, float]:
         """Clip, step, and forget the gradients. A gradient that is not finite changes nothing: `skipped` is 1 then."""
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm)
         grad_norm = float(norm)
         finite = math.isfinite(grad_norm)
         if finite:
@@ -100,19 +100,19 @@ class SingleProcessTrainer:
         return {"grad_norm": grad_norm, "skipped": 0.0 if finite else 1.0}
 
     def publish_weights(self, version: int) -> None:
-        self._sender.send(version, weights_of(self._model))
+        self._sender.send(version, weights_of(self.model))
 
     def save(self, directory: Path) -> None:
         """Model and tokenizer as `from_pretrained` reads them, and the optimizer's state beside them."""
         with quiet():
-            self._model.save_pretrained(directory)
+            self.model.save_pretrained(directory)
         self._tokenizer.save_pretrained(directory)
         torch.save(self._optimizer.state_dict(), directory / _OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         saved = weights_of(load_model(directory))
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 parameter.copy_(saved[name])
         state = torch.load(directory / _OPTIMIZER_FILE, map_location=self._device, weights_only=True)
         self._optimizer.load_state_dict(state)

@@ -1,0 +1,25 @@
+"""Training runs as a benchmark makes them: temporary directory, no evaluation, nothing drawn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from midflight.errors import WorkerError
+
+
+def train(recipe: Path, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The summary of one run, in a process of its own so that runs do not warm each other up.
+
+    Raises: WorkerError with what the run said, if it failed.
+    """
+    command = [sys.executable, "-m", "midflight", "train", str(recipe), f"run.directory={directory}", "--json"]
+    process = subprocess.run([*command, *overrides], capture_output=True, text=True)
+    if process.returncode:
+        raise WorkerError(f"{' '.join(overrides)}: {process.stderr.strip().splitlines()[-1]}")
+    summary: dict[str, Any] = json.loads(process.stdout)
+    return summary

@@ -1,0 +1,209 @@
+"""What a person sees: a live view while a run goes on, and its summary. Presentation only."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_LINE_EVERY_S = 5.0
+_NUM_AVERAGED = 20  # steps; single batches are too noisy to read
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+
+MetricsLine = dict[str, Any]
+
+
+class LiveView:
+    """The state of a run, redrawn on a terminal; one line every few seconds where there is none."""
+
+    def __init__(self, max_steps: int, console: Console) -> None:
+        self._max_steps = max_steps
+        self._console = console
+        self._recent: deque[MetricsLine] = deque(maxlen=_NUM_AVERAGED)
+        self._rewards: list[float] = []
+        self._first: MetricsLine | None = None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._next_plain_line = 0.0
+
+    def __enter__(self) -> LiveView:
+        if self._live:
+            self._live.start()
+            self._live.update(Text("starting the rollout and trainer processes"), refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+        if self._recent:
+            self._console.print(self._plain_line(), highlight=False)
+
+    def update(self, lines: Sequence[MetricsLine]) -> None:
+        """Take in new metrics lines, of any number."""
+        for line in lines:
+            self._first = self._first or line
+            self._recent.append(line)
+            self._rewards.append(line["reward/mean"])
+        if not lines:
+            return
+        if self._live:
+            self._live.update(self.render(), refresh=True)
+        elif time.monotonic() >= self._next_plain_line:
+            self._next_plain_line = time.monotonic() + _PLAIN_LINE_EVERY_S
+            self._console.print(self._plain_line(), highlight=False)
+
+    def render(self) -> RenderableType:
+        newest = self._recent[-1]
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(f"step {newest['version']} of {self._max_steps}"),
+            ProgressBar(total=self._max_steps, completed=newest["version"], width=_SPARK_WIDTH),
+            Text(f"{_clock(newest['wall_s'])} so far, {_clock(self._eta_s())} left"),
+        )
+        head.add_row(
+            Text("reward"), Text(_sparkline(self._rewards), style="green"), Text(f"{self._mean('reward/mean'):.3f}")
+        )
+        table = Table.grid(padding=(0, 3))
+        for title, *cells in self._rows():
+            table.add_row(Text(title, style="bold"), *cells)
+        return Panel(Group(head, Text(), table), title="midflight", title_align="left", expand=False)
+
+    def _rows(self) -> list[list[str]]:
+        newest = self._recent[-1]
+        return [
+            [
+                "generation",
+                f"{self._mean('throughput/generated_tokens_per_s'):,.0f} tokens/s",
+                f"{newest.get('in_flight', 0):.0f} in flight",
+                f"idle {self._percent('idle/generation_fraction')}",
+                f"weight update {1e3 * self._mean('update/pause_s'):.1f} ms",
+            ],
+            [
+                "training",
+                f"{self._mean('throughput/trained_tokens_per_s'):,.0f} tokens/s",
+                f"{newest['samples']:,} samples",
+                f"idle {self._percent('idle/trainer_fraction')}",
+                f"step {1e3 * self._mean('time/step_s'):.0f} ms",
+            ],
+            [
+                "policy",
+                f"lag {self._mean('lag/mean'):.1f} mean, {self._max('lag/max'):.0f} max",
+                f"ESS {self._mean('ess'):.4f}",
+                f"entropy {self._mean('entropy'):.3f}",
+                f"length {self._mean('length/mean'):.1f}",
+            ],
+        ]
+
+    def _plain_line(self) -> str:
+        newest = self._recent[-1]
+        return (
+            f"step {newest['version']}/{self._max_steps}  {_clock(newest['wall_s'])}"
+            f"  reward {self._mean('reward/mean'):.3f}  samples {newest['samples']:,}"
+            f"  generated {self._mean('throughput/generated_tokens_per_s'):,.0f} tok/s"
+            f"  trained {self._mean('throughput/trained_tokens_per_s'):,.0f} tok/s"
+            f"  lag {self._mean('lag/mean'):.1f} (max {self._max('lag/max'):.0f})  ESS {self._mean('ess'):.4f}"
+            f"  eta {_clock(self._eta_s())}"
+        )
+
+    def _eta_s(self) -> float:
+        first, newest = self._recent[0], self._recent[-1]
+        steps = newest["version"] - first["version"]
+        per_step = (newest["wall_s"] - first["wall_s"]) / steps if steps else newest["wall_s"]
+        return float(per_step * (self._max_steps - newest["version"]))
+
+    def _values(self, key: str) -> list[float]:
+        return [line[key] for line in self._recent if line.get(key) is not None]
+
+    def _mean(self, key: str) -> float:
+        values = self._values(key)
+        return sum(values) / len(values) if values else 0.0
+
+    def _max(self, key: str) -> float:
+        return max(self._values(key), default=0.0)
+
+    def _percent(self, key: str) -> str:
+        return f"{100 * self._mean(key):.0f} %"
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """The summary of a run as a table, on stdout unless told otherwise."""
+    console = console or Console()
+    table = Table.grid(padding=(0, 3))
+    for title, value in _summary_rows(summary):
+        table.add_row(Text(title, style="bold"), value)
+    console.print(Panel(table, title="done", title_align="left", expand=False), highlight=False)
+    # Outside the panel, so that a long path is never broken or cut.
+    console.print(summary["run_directory"], soft_wrap=True, highlight=False)
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    groups, idle, wall_s = summary["groups"], summary["idle"], summary["train_wall_s"]
+    rows = []
+    before, after = summary["eval_before"], summary["eval_after"]
+    if before and after:
+        held_out = f"on {after['num_problems']} held-out problems"
+        rows += [
+            (f"accuracy, sampled, {held_out}", _change(before, after, "sampled_accuracy")),
+            ("accuracy, greedy", _change(before, after, "greedy_accuracy")),
+        ]
+        if after["sampled_accuracy_hard"] is not None:
+            title = f"accuracy, sampled, difficulty {after['hard_from']} and more"
+            rows.append((title, _change(before, after, "sampled_accuracy_hard")))
+        for bucket, accuracy in after["sampled_accuracy_by_difficulty"].items():
+            was = before["sampled_accuracy_by_difficulty"].get(bucket)
+            rows.append((f"  difficulty {bucket}", f"{was:.3f} -> {accuracy:.3f}"))
+    rate = max(wall_s, 1e-9)
+    rows += [
+        ("training", f"{wall_s:.1f} s, {summary['steps']} steps, {summary['samples']:,} samples"),
+        ("generated", f"{summary['generated_tokens']:,} tokens, {summary['generated_tokens'] / rate:,.0f} a second"),
+        ("trained", f"{summary['trained_tokens']:,} tokens, {summary['trained_tokens'] / rate:,.0f} a second"),
+        ("weight updates", f"{summary['updates']}, {_ms(summary['update_pause_s'])} each, {summary['aborted']} aborts"),
+        ("versions in one rollout", f"up to {summary['versions_per_rollout_max']}"),
+        ("lag", f"{summary['mean_lag']:.2f} mean, {summary['max_lag']} max (optimizer steps)"),
+        ("effective sample size", _number(summary["mean_ess"])),
+        ("idle", f"generation {_number(idle['generation'])}, trainer {_number(idle['trainer'])}"),
+        ("groups", ", ".join(f"{count} {name}" for name, count in groups.items())),
+    ]
+    if summary["skipped_steps"]:
+        rows.append(("skipped steps", f"{summary['skipped_steps']} (loss not finite)"))
+    return rows
+
+
+def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:
+    return f"{before[key]:.3f} -> {after[key]:.3f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """The whole history in a fixed width, on a scale from 0 to the largest value (at least 1)."""
+    if not values:
+        return ""
+    width = min(_SPARK_WIDTH, len(values))
+    edges = [len(values) * index // width for index in range(width + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    top = max(1.0, *means)
+    return "".join(_SPARKS[min(len(_SPARKS) - 1, max(0, int(mean / top * len(_SPARKS))))] for mean in means)

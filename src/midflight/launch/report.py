@@ -1,0 +1,94 @@
+"""Runs side by side: a table of their summaries, and reward against seconds and against samples."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from midflight.errors import MissingExtraError, RunDirectoryError
+from midflight.launch.run_directory import RunDirectory
+from midflight.metrics.jsonl import read_metrics
+
+# Okabe and Ito's palette: distinguishable with any color vision.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SMOOTHED_OVER = 1 / 12  # of the run
+
+
+def run_table(directories: Sequence[Path]) -> str:
+    """One line per run. Raises: RunDirectoryError if a directory holds no summary."""
+    header = f"{'run':32}{'accuracy':>10}{'seconds':>9}{'steps':>7}{'samples/s':>11}"
+    lines = [header + f"{'mean lag':>10}{'max lag':>9}{'ESS':>8}"]
+    for directory in directories:
+        summary = _summary(directory)
+        after, ess = summary["eval_after"], summary["mean_ess"]
+        accuracy = f"{after['sampled_accuracy']:.3f}" if after else "-"
+        rate = summary["samples"] / max(summary["train_wall_s"], 1e-9)
+        lines.append(
+            f"{_label(directory):32}{accuracy:>10}{summary['train_wall_s']:>9.1f}{summary['steps']:>7}{rate:>11.1f}"
+            f"{summary['mean_lag']:>10.2f}{summary['max_lag']:>9}{f'{ess:.4f}' if ess else '-':>8}"
+        )
+    return "\n".join(lines)
+
+
+def plot_runs(directories: Sequence[Path], out: Path) -> None:
+    """Reward of the training batches, smoothed over a twelfth of each run, on two axes.
+
+    Raises: RunDirectoryError if a directory holds no metrics; MissingExtraError without matplotlib.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "plot") from error
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    for number, directory in enumerate(directories):
+        metrics = read_metrics(RunDirectory(directory).metrics)
+        if not metrics:
+            raise RunDirectoryError(f"{directory} holds no metrics yet")
+        color = _COLORS[number % len(_COLORS)]
+        rewards = [line["reward/mean"] for line in metrics]
+        for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
+            positions = [line[key] for line in metrics]
+            axis.plot(positions, rewards, ".", color=color, alpha=0.12, markersize=3)
+            axis.plot(positions, _smoothed(rewards), color=color, linewidth=2, label=_label(directory))
+    for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
+        axis.set_xlabel(title)
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("reward")
+    axes[1].legend(loc="lower right", frameon=False)
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    path = RunDirectory(directory).summary
+    if not path.is_file():
+        raise RunDirectoryError(f"{directory} holds no summary: no run has ended there")
+    summary: dict[str, Any] = json.loads(path.read_text())
+    return summary
+
+
+def _label(directory: Path) -> str:
+    """The schedule and what it was set to."""
+    path = RunDirectory(directory).config
+    if not path.is_file():
+        raise RunDirectoryError(f"{directory} holds no run: there is no {path.name} in it")
+    schedule = tomllib.loads(path.read_text())["schedule"]
+    if schedule["type"] == "conventional":
+        return f"conventional, G = {schedule['steps_per_rl_step']}"
+    bound = f", max_lag = {schedule['max_lag']}" if "max_lag" in schedule else ""
+    return f"{schedule['type']}, {schedule['num_in_flight']} in flight{bound}"
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """A centered moving average; the window shrinks at both ends."""
+    reach = max(1, round(len(values) * _SMOOTHED_OVER / 2))
+    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,213 @@
+"""The command line as a user types it: real processes, the shipped recipe, the run directory they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from midflight.metrics.jsonl import read_metrics
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "schedule.max_waiting=16", "eval.num_problems=32")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "midflight", *map(str, arguments)]
+
+
+def midflight(*arguments: str | Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=240)
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+def wait_for_steps(run: Path, process: subprocess.Popen[str], num_steps: int) -> None:
+    """Until the metrics file has that many lines, which the trainer writes as it goes."""
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None:
+        if metrics.exists() and len(metrics.read_bytes().splitlines()) >= num_steps:
+            return
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+    pytest.fail(f"the run ended early: {process.communicate()[1]}")
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def check_accounts(summary: dict[str, object]) -> None:
+    groups = summary["groups"]
+    assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
+    assert groups["dropped"] == groups["failed"] == 0
+
+
+def test_a_run_leaves_everything_a_user_needs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=12", *SMALL, "--json")
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["samples"] == 12 * 16
+    assert summary["aborted"] == 0
+    assert summary["updates"] > 0
+    assert summary["versions_per_rollout_max"] > 1
+    assert summary["groups"]["trained"] == 12 * 2
+    check_accounts(summary)
+    for when in ("eval_before", "eval_after"):
+        assert summary[when]["num_problems"] == 32
+        assert 0 <= summary[when]["sampled_accuracy"] <= 1
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["version"] for line in lines] == list(range(1, 13))
+    needed = {
+        "reward/mean", "length/mean", "ess", "ratio/max", "kl/behavior", "lag/mean", "lag/max", "lag/p95", "entropy",
+        "throughput/trained_tokens_per_s", "throughput/generated_tokens_per_s", "idle/trainer_fraction",
+        "idle/generation_fraction", "samples", "wall_s", "in_flight",
+    }  # fmt: skip
+    assert needed <= set().union(*lines)
+    spans = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
+    assert {"decode", "update", "train", "wait"} <= spans
+    checkpoint = run / "checkpoints" / "step_12"
+    assert AutoTokenizer.from_pretrained(checkpoint).encode("a1:")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    base = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "models" / "chain_sums")
+    assert any((a != b).any() for a, b in zip(model.parameters(), base.parameters(), strict=True))
+    # A run directory is enough to repeat the run, and to evaluate what came of it.
+    evaluation = midflight("eval", run / "config.toml", "--checkpoint", checkpoint)
+    assert json.loads(evaluation.stdout) == summary["eval_after"]
+
+
+def test_conventional_from_the_command_line(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ("schedule.type=conventional", "schedule.steps_per_rl_step=4", "trainer.max_steps=8")
+    common = (f"run.directory={run}", "batch.batch_size=16", "eval.num_problems=0", "--json")
+    done = midflight("train", RECIPE, *common, *overrides)
+    summary = json.loads(done.stdout)
+    assert summary["max_lag"] == 3
+    assert summary["mean_lag"] == pytest.approx(1.5, abs=0.7)
+    assert summary["versions_per_rollout_max"] == 1
+    assert summary["eval_before"] is None
+    check_accounts(summary)
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("train", RECIPE, f"run.directory={run}", "trainer.max_steps=100000", *SMALL)
+    wait_for_steps(run, process, 3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert f"midflight train {run} --resume" in stderr.replace("\n", "")
+    interrupted = json.loads((run / "summary.json").read_text())
+    stopped_at = interrupted["steps"]
+    assert (run / "checkpoints" / f"step_{stopped_at}").is_dir()
+    assert interrupted["eval_before"]["num_problems"] == 32
+    check_accounts(interrupted)
+
+    done = midflight("train", run, "--resume", f"trainer.max_steps={stopped_at + 6}", "--json")
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == stopped_at + 6
+    assert summary["samples"] == summary["steps"] * 16
+    assert summary["eval_before"] == interrupted["eval_before"]
+    assert summary["generated_tokens"] > interrupted["generated_tokens"]
+    check_accounts(summary)
+    versions = [line["version"] for line in read_metrics(run / "metrics.jsonl")]
+    assert versions == list(range(1, stopped_at + 7))
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_a_killed_worker_ends_the_run_and_nothing_is_trained_twice(tmp_path: Path, role: str) -> None:
+    run = tmp_path / "run"
+    process = start(
+        "train", RECIPE, f"run.directory={run}", "trainer.max_steps=100000", "trainer.checkpoint_every=2", *SMALL
+    )
+    wait_for_steps(run, process, 5)
+    os.kill(worker_pid(process.pid, role), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    assert f"the {role} process was killed by signal 9" in stderr
+    done = midflight("train", run, "--resume", "trainer.max_steps=12", "--json", expect=0)
+    summary = json.loads(done.stdout)
+    assert summary["samples"] == summary["steps"] * 16
+    check_accounts(summary)
+    versions = [line["version"] for line in read_metrics(run / "metrics.jsonl")]
+    assert versions == list(range(1, summary["steps"] + 1))
+
+
+def worker_pid(supervisor: int, role: str) -> int:
+    """The log says which process writes it."""
+    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+        for descriptor in Path(f"/proc/{child}/fd").iterdir():
+            if descriptor.resolve().name == f"{role}.log":
+                return int(child)
+    pytest.fail(f"no {role} process")
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_older_one(tmp_path: Path) -> None:
+    """The file-size limit makes writing the new weights fail, as a full disk does; metrics are small enough."""
+    run = tmp_path / "run"
+    midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=4", *SMALL, "--json")
+    before = load_file(run / "checkpoints" / "step_4" / "model.safetensors")
+    arguments = " ".join(command("train", run, "--resume", "trainer.max_steps=6"))
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1500; exec {arguments}"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1, done.stderr
+    assert "checkpoint step_6 could not be written" in done.stderr.replace("\n", " ")
+    assert "step_4 is kept" in done.stderr.replace("\n", " ")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_4"]
+    after = load_file(run / "checkpoints" / "step_4" / "model.safetensors")
+    assert all((after[name] == tensor).all() for name, tensor in before.items())
+    summary = json.loads(midflight("train", run, "--resume", "trainer.max_steps=6", "--json").stdout)
+    assert summary["steps"] == 6
+    check_accounts(summary)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing.toml",), "cannot read the recipe nothing.toml: No such file or directory"),
+        ((RECIPE, "trainer.max_step=3"), "unknown key trainer.max_step; did you mean trainer.max_steps?"),
+        ((RECIPE, "trainer.max_steps=few"), "trainer.max_steps: should be a valid integer"),
+        ((RECIPE, "model.path=/nowhere"), "model.path: there is no directory /nowhere"),
+        ((RECIPE, "batch.batch_size=30"), "is not a multiple of batch.group_size = 8; 24 or 32 would work"),
+        ((RECIPE, "task.type=sudoku"), "task.type: 'sudoku' is neither a built-in task (chain_sums) nor"),
+        ((RECIPE, "task.options.min_terms=1"), "min_terms = 1"),
+        ((RECIPE, "task.options.colour=1"), "task.options: "),
+        ((RECIPE, "task.options={min_terms=25,max_terms=26}"), "has no y z"),
+        (("/tmp",), "is a directory; to go on with the run in it, add --resume"),
+        (("/tmp", "--resume"), "holds no run"),
+    ],
+    ids=lambda value: str(value[-1]) if isinstance(value, tuple) else "",
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, arguments: tuple[str | Path, ...], message: str
+) -> None:
+    runs = [] if "--resume" in arguments else [f"run.directory={tmp_path / 'run'}"]
+    done = midflight("train", *arguments, *runs, expect=2)
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists(), "a wrong recipe must not start anything"
+
+
+def test_a_directory_that_already_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=1", *SMALL[:-1], "eval.num_problems=0")
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    done = midflight("train", RECIPE, f"run.directory={run}", expect=2)
+    assert "already holds a run" in done.stderr
+    done = midflight("train", run, "--resume", "batch.batch_size=64", expect=2)
+    assert "a run goes on with the batch it began with" in done.stderr
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before

@@ -1,0 +1,111 @@
+"""The gradient of a batch does not depend on how it is packed, and packed sequences never see each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from midflight.launch.build import build_loss, build_trainer
+from midflight.models.attention import PACKED_ATTENTION, PackedSequences
+from midflight.preprocess.packing import pack
+from midflight.testing.fakes import InProcessWeights
+from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
+from midflight.trainer.loop import loss_inputs
+from midflight.types import Microbatch, RolloutId, Trajectory
+
+from .conftest import RECIPE, load_recipe
+
+
+def trajectories(lengths: list[int]) -> list[Trajectory]:
+    rng = np.random.default_rng(0)
+    made = []
+    for number, length in enumerate(lengths):
+        mask = np.arange(length) >= min(3, length - 1)
+        token_ids = rng.integers(3, VOCAB_SIZE, length).astype(np.int32)
+        logprobs = np.where(mask, rng.uniform(-4, -0.1, length), 0).astype(np.float32)
+        advantage = np.where(mask, rng.normal(), 0).astype(np.float32)
+        made.append(Trajectory(RolloutId(number), token_ids, mask, logprobs, np.zeros(length, np.int32), advantage))
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_packed_sequences_get_the_logits_they_get_alone(family: str) -> None:
+    model = tiny_model(family)
+    lengths = [5, 1, 17, 17, 2, 40, 9]
+    packed_batch = pack(trajectories(lengths), max_tokens=200)[0]
+    tokens = torch.tensor(packed_batch.token_ids).long()
+    packed = PackedSequences.from_lengths(packed_batch.sequence_lengths.tolist(), torch.device("cpu"))
+    assert len(packed.buckets) > 1
+    positions = torch.tensor(packed_batch.position_ids).long()[None]
+    with torch.no_grad():
+        model.set_attn_implementation(PACKED_ATTENTION)
+        together = model(input_ids=tokens[None], position_ids=positions, packed=packed, use_cache=False).logits[0]
+        model.set_attn_implementation("eager")
+        start = 0
+        for length in packed_batch.sequence_lengths.tolist():
+            alone = model(input_ids=tokens[None, start : start + length]).logits[0]
+            torch.testing.assert_close(together[start : start + length], alone, atol=1e-4, rtol=1e-4)
+            start += length
+
+
+def gradients(microbatches: list[Microbatch], denominator: float) -> dict[str, torch.Tensor]:
+    recipe = load_recipe(RECIPE)
+    trainer = build_trainer(recipe, InProcessWeights())
+    trainer.init(rank=0)
+    for microbatch in microbatches:
+        policy_logprobs, _ = trainer.forward(microbatch)
+        trainer.backward(build_loss(recipe)(loss_inputs(microbatch, policy_logprobs, denominator)).loss)
+    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def test_the_gradient_does_not_depend_on_the_split_or_the_order() -> None:
+    batch = trajectories([12, 30, 7, 55, 21, 4, 33, 18])
+    num_tokens = float(sum(trajectory.loss_mask.sum() for trajectory in batch))
+    whole = gradients(pack(batch, max_tokens=4096), num_tokens)
+    one_by_one = gradients([pack([trajectory], 4096)[0] for trajectory in reversed(batch)], num_tokens)
+    tight = gradients(pack(batch, max_tokens=64), num_tokens)
+    scale = max(gradient.abs().max() for gradient in whole.values())
+    assert scale > 0
+    for name, expected in whole.items():
+        for other in (one_by_one, tight):
+            assert (other[name] - expected).abs().max() <= 1e-6 * scale + 1e-7, name
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    trainer = build_trainer(load_recipe(RECIPE), InProcessWeights())
+    trainer.init(rank=0)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    (microbatch,) = pack(trajectories([20]), 64)
+    policy_logprobs, _ = trainer.forward(microbatch)
+    trainer.backward((policy_logprobs * torch.nan).sum())
+    assert trainer.optimizer_step()["skipped"] == 1.0
+    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+    policy_logprobs, _ = trainer.forward(microbatch)
+    trainer.backward(policy_logprobs.sum())
+    assert trainer.optimizer_step()["skipped"] == 0.0
+    assert any(not torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+
+
+def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    (microbatch,) = pack(trajectories([20, 33, 8]), 128)
+
+    def step(trainer) -> None:  # type: ignore[no-untyped-def]
+        policy_logprobs, _ = trainer.forward(microbatch)
+        trainer.backward(-policy_logprobs.mean())
+        trainer.optimizer_step()
+
+    straight, resumed = (build_trainer(load_recipe(RECIPE), InProcessWeights()) for _ in range(2))
+    for trainer in (straight, resumed):
+        trainer.init(rank=0)
+    step(straight)
+    straight.save(tmp_path)
+    resumed.load(tmp_path)
+    step(straight)
+    step(resumed)
+    for (name, expected), (_, parameter) in zip(
+        straight.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(parameter, expected), name

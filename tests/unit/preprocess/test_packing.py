@@ -1,0 +1,71 @@
+"""Greedy collation covers every sequence once, and packs as tightly as the published examples."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midflight.preprocess.packing import collate, pack
+from midflight.types import RolloutId, Trajectory
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "expected"),
+    [
+        ([6, 5, 4, 6, 3, 7, 4, 5], 10, [[7, 3], [6, 4], [6, 4], [5, 5]]),
+        ([5, 9, 2, 8, 3, 7, 6, 4, 1, 10, 2, 3], 12, [[10, 2], [9, 3], [8, 4], [7, 5], [6, 3, 2, 1]]),
+        ([10] * 4, 10, [[10]] * 4),
+        ([1] * 25, 10, [[1] * 10, [1] * 10, [1] * 5]),
+        ([], 10, []),
+    ],
+)
+def test_known_packings(lengths: list[int], max_tokens: int, expected: list[list[int]]) -> None:
+    bins = [[lengths[index] for index in members] for members in collate(lengths, max_tokens)]
+    assert [sorted(members, reverse=True) for members in bins] == expected
+
+
+def test_a_sequence_longer_than_a_microbatch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="11 tokens does not fit into a microbatch of 10"):
+        collate([3, 11], 10)
+
+
+@given(st.lists(st.integers(1, 64), max_size=60), st.integers(64, 200))
+def test_every_sequence_is_in_exactly_one_microbatch(lengths: list[int], max_tokens: int) -> None:
+    bins = collate(lengths, max_tokens)
+    assert Counter(index for members in bins for index in members) == Counter(range(len(lengths)))
+    assert all(0 < sum(lengths[index] for index in members) <= max_tokens for members in bins)
+    # First fit leaves at most one bin half empty.
+    assert sum(2 * sum(lengths[index] for index in members) <= max_tokens for members in bins) <= 1
+
+
+def trajectory(number: int, length: int) -> Trajectory:
+    token_ids = np.arange(length, dtype=np.int32) + 1000 * number
+    mask = np.arange(length) >= 2
+    values = token_ids.astype(np.float32)
+    return Trajectory(RolloutId(number), token_ids, mask, -values, token_ids, values)
+
+
+@given(st.lists(st.integers(3, 40), min_size=1, max_size=20))
+def test_packed_tokens_keep_everything_they_carry(lengths: list[int]) -> None:
+    microbatches = pack([trajectory(number, length) for number, length in enumerate(lengths)], max_tokens=64)
+    seen = []
+    for microbatch in microbatches:
+        assert microbatch.sequence_lengths.sum() == len(microbatch.token_ids)
+        start = 0
+        for length in microbatch.sequence_lengths:
+            part = slice(start, start + length)
+            number = int(microbatch.token_ids[start]) // 1000
+            expected = trajectory(number, int(length))
+            seen.append((number, int(length)))
+            np.testing.assert_array_equal(microbatch.token_ids[part], expected.token_ids)
+            np.testing.assert_array_equal(microbatch.position_ids[part], np.arange(length))
+            np.testing.assert_array_equal(microbatch.loss_mask[part], expected.loss_mask)
+            np.testing.assert_array_equal(microbatch.behavior_logprobs[part], expected.behavior_logprobs)
+            np.testing.assert_array_equal(microbatch.weight_versions[part], expected.weight_versions)
+            np.testing.assert_array_equal(microbatch.advantages[part], expected.advantages)
+            start += length
+    assert sorted(seen) == list(enumerate(lengths))

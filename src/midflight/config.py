@@ -44,7 +44,11 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, description="of the sampling distribution; the trainer applies the same")
 
 
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+
+
 class EngineConfig(Section):
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
     max_prompt_tokens: int = Field(64, ge=1, description="longest prompt, tokens")
 
@@ -90,6 +94,7 @@ class LossConfig(Section):
 
 
 class TrainerConfig(Section):
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N; may be the engine's")
     max_steps: int = Field(500, ge=1, description="optimizer steps of the run")
     max_seconds: float | None = Field(None, gt=0, description="stop earlier after this much training, seconds")
     learning_rate: float = Field(2e-4, gt=0, description="of AdamW, constant")

@@ -146,7 +146,8 @@ class Actor:
 
     def abort(self) -> None:
         """Interrupt everything in flight; the partial rollouts are the first to be admitted again, oldest first."""
-        self._state = replace(self._state, num_aborted=self._state.num_aborted + self._suspend())
+        num_aborted = self._suspend()
+        self._state = replace(self._state, num_aborted=self._state.num_aborted + num_aborted)
 
     def checkpoint(self) -> ActorCheckpoint:
         """Stop for good: the state and every group not yet chosen, with the tokens it has."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from midflight.actor.loop import Preprocessing
@@ -72,6 +73,7 @@ def build_engine(
         max_prompt_tokens=recipe.engine.max_prompt_tokens,
         max_new_tokens=recipe.sampling.max_tokens,
         version=version,
+        device=recipe.engine.device,
     )
 
 
@@ -86,7 +88,9 @@ def build_loss(recipe: Recipe) -> Loss:
 def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
     config = recipe.trainer
     settings = OptimizerSettings(config.learning_rate, config.adam_betas, config.weight_decay, config.max_grad_norm)
-    return SingleProcessTrainer(recipe.model.path, settings, sender, recipe.sampling.temperature)
+    return SingleProcessTrainer(
+        recipe.model.path, settings, sender, temperature=recipe.sampling.temperature, device=config.device
+    )
 
 
 def num_threads(configured: int | None, colocated: bool) -> int:
@@ -102,6 +106,9 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises: RecipeError, ModelError.
     """
+    for section, device in (("engine", recipe.engine.device), ("trainer", recipe.trainer.device)):
+        if device != "cpu" and not torch.cuda.is_available():
+            raise RecipeError(f"{section}.device = {device!r}: this machine has no CUDA device; 'cpu' would work")
     path = recipe.model.path
     check_model_directory(path)
     config = load_config(path)

@@ -1,0 +1,124 @@
+"""What the actor does with what user code and schedules may do to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from midflight.actor.actor import Actor, ActorConfig
+from midflight.schedules.conventional import ConventionalSchedule
+from midflight.schedules.pipeline import PipelineSchedule
+from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ScriptedGenerator
+from midflight.types import RolloutStatus, SamplingParams
+
+CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tokens=50), seed=0)
+
+
+def actor_with(
+    reward_of: Callable[[int], float] = lambda index: 1.0, length_of: Callable[[int], int] = lambda rollout: 3
+) -> Actor:
+    schedule = ConventionalSchedule(batch_size=4)
+    return Actor(CONFIG, ScriptedGenerator(length_of), schedule, CountingEnvironment(reward_of), DigitTokenizer())
+
+
+def run(actor: Actor, steps: int) -> None:
+    for _ in range(steps):
+        actor.admit(actor.fleet(0))
+        actor.step()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "high", None])
+def test_a_reward_that_is_no_number_fails_the_group_and_not_the_run(bad: object) -> None:
+    actor = actor_with(lambda index: bad if index == 0 else 1.0)  # type: ignore[return-value,arg-type]
+    run(actor, 8)
+    assert actor.state.num_failed_groups == 1
+    groups = actor.choose_batch(actor.fleet(0))
+    assert groups is not None
+    # The failed group's place in the batch is taken by the next one.
+    assert [group.group_id for group in groups] == [1, 2]
+
+
+def test_a_failed_rollout_says_why() -> None:
+    def reward_of(index: int) -> float:
+        raise ZeroDivisionError("no such verifier")
+
+    actor = actor_with(reward_of)
+    actor.admit(actor.fleet(0))
+    rollout = next(iter(actor._running.values()))
+    run(actor, 3)
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.failure == "ZeroDivisionError: no such verifier"
+
+
+def test_aborted_rollouts_keep_their_tokens_and_go_on_first() -> None:
+    actor = actor_with(length_of=lambda rollout: 5 + rollout)
+    run(actor, 2)
+    before = actor.fleet(0)
+    actor.abort()
+    assert actor.fleet(0).num_in_flight == 0
+    assert actor.fleet(0).num_started == before.num_started - 4
+    assert actor.state.num_aborted == 4
+    assert actor.state.generated_tokens == 8
+    run(actor, 6)
+    groups = actor.choose_batch(actor.fleet(0))
+    assert groups is not None
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert [rollout.rollout_id for rollout in rollouts] == [0, 1, 2, 3]
+    assert [len(rollout.generated) for rollout in rollouts] == [5, 6, 7, 8]
+    assert actor.state.generated_tokens == 26
+
+
+def test_a_restored_actor_goes_on_with_the_tokens_and_the_counts() -> None:
+    lengths = [2, 9, 4, 3]
+    first = actor_with(length_of=lambda rollout: lengths[rollout % 4])
+    run(first, 3)
+    checkpoint = first.checkpoint()
+    assert checkpoint.state.open_group_ids == [0, 1]
+    environment, generator = CountingEnvironment(), ScriptedGenerator(lambda rollout: lengths[rollout % 4])
+    second = Actor(
+        CONFIG, generator, ConventionalSchedule(4), environment, DigitTokenizer(), checkpoint.state, checkpoint.groups
+    )
+    assert second.fleet(0).num_started == 2
+    run(second, 6)
+    groups = second.choose_batch(second.fleet(0))
+    assert groups is not None
+    assert [len(rollout.generated) for group in groups for rollout in group.rollouts] == lengths
+    assert second.state.generated_tokens == sum(lengths)
+    assert second.state.next_group_id == 2
+
+
+def test_without_its_tokens_a_restored_actor_asks_the_open_problems_again() -> None:
+    first = actor_with()
+    run(first, 1)
+    state = first.checkpoint().state
+    environment = CountingEnvironment()
+    second = Actor(
+        CONFIG, ScriptedGenerator(lambda _: 3), ConventionalSchedule(4), environment, DigitTokenizer(), state
+    )
+    run(second, 3)
+    groups = second.choose_batch(second.fleet(0))
+    assert groups is not None
+    assert [group.problem.problem_id for group in groups] == ["0", "1"]
+
+
+def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=3, max_waiting=8)
+    lengths = np.random.default_rng(0).integers(1, 9, 100)
+    actor = Actor(
+        CONFIG,
+        ScriptedGenerator(lambda rollout: int(lengths[rollout % 100])),
+        schedule,
+        CountingEnvironment(),
+        DigitTokenizer(),
+    )
+    for _ in range(100):
+        actor.admit(actor.fleet(0))
+        fleet = actor.fleet(0)
+        assert fleet.num_in_flight <= 3
+        actor.step()
+    # Nobody trains: the queue fills and generation stops instead of running ahead without end.
+    assert actor.fleet(0).num_in_flight == 0
+    assert 8 <= actor.fleet(0).num_finished <= 8 + 3 + 1

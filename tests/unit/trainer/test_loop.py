@@ -1,0 +1,163 @@
+"""The training loop around a backend that is not a model: skipped steps, the stop after too many, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from midflight.actor.actor import NEW_ACTOR
+from midflight.errors import CheckpointError, NonFiniteLossError
+from midflight.losses.reinforce import reinforce
+from midflight.metrics.jsonl import JsonlWriter, read_metrics
+from midflight.streams.codec import Codec
+from midflight.streams.memory import MemoryStream
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint, save_checkpoint
+from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.types import GroupId, Microbatch, TrainingBatch
+
+
+class OneWeight:
+    """A backend whose policy is one number; its gradient is not finite when an advantage is not."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros((), requires_grad=True)
+        self.published: list[int] = []
+
+    def init(self, rank: int) -> None: ...
+
+    def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        count = int(microbatch.loss_mask.sum())
+        return self.weight.expand(count) - 1.0, torch.zeros(count)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self) -> Mapping[str, float]:
+        gradient, self.weight.grad = self.weight.grad, None
+        finite = bool(gradient.isfinite())
+        with torch.no_grad():
+            self.weight -= gradient if finite else 0.0
+        return {"skipped": 0.0 if finite else 1.0}
+
+    def publish_weights(self, version: int) -> None:
+        self.published.append(version)
+
+    def save(self, directory: Path) -> None:
+        (directory / "weight").write_text(str(float(self.weight.detach())))
+
+    def load(self, directory: Path) -> None: ...
+
+
+def batch(index: int, advantage: float) -> TrainingBatch:
+    ones = np.ones(3, np.float32)
+    microbatch = Microbatch(
+        token_ids=np.arange(3, dtype=np.int32),
+        position_ids=np.arange(3, dtype=np.int32),
+        sequence_lengths=np.array([3], np.int32),
+        loss_mask=np.array([False, True, True]),
+        behavior_logprobs=-ones,
+        weight_versions=np.full(3, index, np.int32),
+        advantages=ones * np.float32(advantage),
+    )
+    return TrainingBatch(
+        index=index,
+        microbatches=[microbatch],
+        num_rollouts=1,
+        num_response_tokens=2,
+        group_ids=[GroupId(index)],
+        lag_histogram={0: 2},
+        metrics={"reward/mean": 1.0, "versions_per_rollout/max": 1.0},
+        actor_state=NEW_ACTOR,
+    )
+
+
+@contextmanager
+def loop_over(tmp_path: Path, advantages: list[float], **settings: object) -> Iterator[tuple[TrainLoop, OneWeight]]:
+    stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
+    for index, advantage in enumerate(advantages):
+        stream.append(batch(index, advantage))
+    backend = OneWeight()
+    defaults = LoopSettings(
+        max_steps=len(advantages),
+        max_seconds=None,
+        checkpoint_every=1000,
+        keep_checkpoints=2,
+        max_nonfinite_steps=5,
+        max_ratio=5.0,
+        denominator="tokens",
+        checkpoints=tmp_path / "checkpoints",
+        rejected_batches=tmp_path / "rejected",
+    )
+    chosen = replace(defaults, **settings)  # type: ignore[arg-type]
+    encode = Codec(TrainingBatch).encode
+    with JsonlWriter(tmp_path / "metrics.jsonl") as metrics:
+        tracer = Tracer(None, "trainer")
+        yield TrainLoop(chosen, backend, reinforce, stream, metrics, tracer, TrainerState(), encode), backend
+
+
+# The first step's ratio is 1; it moves the policy by 1, so the second's is e.
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
+    with loop_over(tmp_path, [1.0, float("nan"), 1.0]) as (loop, backend):
+        loop.run(lambda: False)
+    assert loop.state.version == 3
+    assert loop.state.skipped_steps == 1
+    assert float(backend.weight.detach()) == pytest.approx(1 + math.e)
+    assert backend.published == [1, 2, 3]
+    assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 0.0]
+
+
+def test_five_in_a_row_stop_the_run_with_the_batch_and_a_checkpoint(tmp_path: Path) -> None:
+    nan = float("nan")
+    advantages = [1.0, nan, nan, nan, nan, 1.0, nan, nan, nan, nan, nan, 1.0]
+    with loop_over(tmp_path, advantages) as (loop, _), pytest.raises(NonFiniteLossError, match="5 steps") as raised:
+        loop.run(lambda: False)
+    assert loop.state.version == 11
+    saved = Codec(TrainingBatch).decode((tmp_path / "rejected" / "batch_10.msgpack").read_bytes())
+    assert "batch_10.msgpack" in str(raised.value)
+    assert np.isnan(saved.microbatches[0].advantages).all()
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    assert load_state(newest).version == 11
+    assert float((newest / "weight").read_text()) == pytest.approx(1 + math.e)
+
+
+def test_checkpoints_are_made_on_the_way_and_the_oldest_deleted(tmp_path: Path) -> None:
+    with loop_over(tmp_path, [1.0] * 7, checkpoint_every=2) as (loop, _):
+        loop.run(lambda: False)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_6", "step_7"]
+
+
+def test_a_stop_request_is_a_checkpoint(tmp_path: Path) -> None:
+    with loop_over(tmp_path, [1.0] * 7) as (loop, backend):
+        loop.run(lambda: len(backend.published) == 3)
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step_3"
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one_and_no_rubbish(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, TrainerState(version=3), lambda path: None, keep=1)
+
+    def disk_full(path: Path) -> None:
+        (path / "half").write_text("written")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"step_4 could not be written .*No space left.*step_3 is kept"):
+        save_checkpoint(tmp_path, TrainerState(version=4), disk_full, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_a_damaged_checkpoint_state_is_named(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path, TrainerState(version=3), lambda path: None, keep=1)
+    (checkpoint / "trainer_state.json").write_text('{"version": 3')
+    with pytest.raises(CheckpointError, match=r"step_3/trainer_state\.json cannot be read"):
+        load_state(checkpoint)

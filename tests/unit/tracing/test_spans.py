@@ -1,0 +1,111 @@
+"""Spans reach the file and the totals, and tracing never stops a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from midflight.tracing import spans
+from midflight.tracing.spans import Tracer
+
+
+def recorded(path: Path) -> list[list]:
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    return [line for line in lines if isinstance(line, list)]
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that advances one second whenever somebody looks at it."""
+    now = iter(range(0, 10**12, 10**9))
+    monkeypatch.setattr(spans, "monotonic_ns", lambda: next(now))
+
+
+@pytest.mark.usefixtures("ticks")
+def test_a_span_is_the_time_between_its_ends() -> None:
+    tracer = Tracer(None, "rollout")
+    with tracer.span("decode"), tracer.span("prefill"):
+        pass
+    with tracer.span("decode"):
+        pass
+    assert tracer.total_s("prefill") == 1.0
+    assert tracer.total_s("decode") == 3.0 + 1.0
+    assert tracer.total_s("never") == 0.0
+
+
+def test_a_span_that_ends_in_an_error_counts_and_lets_the_error_through(tmp_path: Path) -> None:
+    with Tracer(tmp_path / "spans", "trainer") as tracer, pytest.raises(KeyError), tracer.span("train"):
+        raise KeyError
+    assert [record[0] for record in recorded(tmp_path / "spans")] == ["train"]
+
+
+def test_the_file_says_whose_spans_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    with Tracer(path, "rollout", thread_name="grader") as tracer:
+        tracer.add("wait", 10, 30)
+        tracer.add('a "quoted"\nname', 30, 40, rows=64)
+    header = json.loads(path.read_text().splitlines()[1])
+    assert (header["process"], header["thread"]) == ("rollout", "grader")
+    assert recorded(path) == [["wait", 10, 30], ['a "quoted"\nname', 30, 40, {"rows": 64}]]
+
+
+def test_spans_are_written_in_batches_and_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    tracer = Tracer(path, "rollout", flush_every=3)
+    tracer.add("decode", 0, 1)
+    tracer.add("decode", 1, 2)
+    assert path.read_text() == ""
+    tracer.add("decode", 2, 3)
+    assert len(recorded(path)) == 3
+    tracer.add("decode", 3, 4)
+    tracer.flush()
+    assert len(recorded(path)) == 4
+    tracer.close()
+    assert len(recorded(path)) == 4
+
+
+def test_a_restart_appends_to_the_file_and_not_to_its_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    with Tracer(path, "trainer") as tracer:
+        tracer.add("train", 0, 1)
+    path.write_text(path.read_text() + '["trai')
+    with Tracer(path, "trainer") as tracer:
+        tracer.add("train", 5, 6)
+    assert '["trai\n{' in path.read_text()
+    assert '["train",0,1]' in path.read_text()
+    assert '["train",5,6]' in path.read_text()
+
+
+def test_past_the_limit_spans_only_count(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    with Tracer(path, "rollout", flush_every=4, max_spans=6) as tracer:
+        for index in range(20):
+            tracer.add("decode", index * 10**9, (index + 1) * 10**9)
+    assert [record[1] // 10**9 for record in recorded(path)] == list(range(6))
+    assert tracer.total_s("decode") == 20.0
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    tracer = Tracer(full, "trainer", flush_every=1)
+    with caplog.at_level(logging.WARNING):
+        tracer.add("train", 0, 10**9)
+        tracer.add("train", 10**9, 2 * 10**9)
+        tracer.close()
+    assert tracer.total_s("train") == 2.0
+    assert [record.message[:20] for record in caplog.records] == ["the trace ends here:"]
+
+
+def test_after_close_spans_only_count(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "spans", "trainer")
+    tracer.close()
+    tracer.add("train", 0, 10**9)
+    tracer.flush()
+    tracer.close()
+    assert recorded(tmp_path / "spans") == []
+    assert tracer.total_s("train") == 1.0

@@ -34,7 +34,8 @@ MAX_NEW_TOKENS = 160
 
 PEAK_LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 100
-TOKENS_PER_STEP = 450  # about 12 demonstrations
+LENGTH_EXPONENT = 0.3
+TOKENS_PER_STEP = 550  # about 12 demonstrations
 LOSS_NORMALIZER = 256.0  # constant, so that a token weighs the same in whatever batch it comes
 
 NO_LOSS = -100
@@ -100,8 +101,8 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 def demonstration_batches(tokenizer: Qwen2Tokenizer, seed: int) -> Iterator[Batch]:
     """Batches of random demonstrations, at least TOKENS_PER_STEP tokens each, without end."""
-    # Longer chains than in training: the skill to finish them has to be in the base.
-    environment = ChainSums(seed=seed, exponent=0.7)
+    # Longer chains than in training: the skill to finish them has to be in the base, and few demonstrations get there.
+    environment = ChainSums(seed=seed, exponent=LENGTH_EXPONENT)
     rng = random.Random(seed)
     sequences: list[tuple[list[int], int]] = []
     for problem in map(environment.problem, count()):
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--eval-problems", type=int, default=1024)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

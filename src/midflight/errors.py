@@ -8,6 +8,7 @@ MidflightError
 ├── StreamError          a record could not be written or read                      exit code 1
 ├── WeightUpdateError    new weights do not fit; the old ones go on serving         exit code 1
 ├── NonFiniteLossError   too many steps in a row had a loss that is not a number    exit code 1
+├── RolloutError         nothing but failed rollouts: says why the last one failed  exit code 1
 ├── WorkerError          a worker process died; says which and where its log is     exit code 1
 └── MissingExtraError    an optional package is needed; says how to install it      exit code 2
 """
@@ -46,6 +47,10 @@ class WeightUpdateError(MidflightError):
 
 
 class NonFiniteLossError(MidflightError):
+    pass
+
+
+class RolloutError(MidflightError):
     pass
 
 

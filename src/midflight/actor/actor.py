@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from midflight.errors import RolloutError
 from midflight.protocols import Environment, Generator, Schedule
 from midflight.types import (
     ActorCheckpoint,
@@ -32,6 +33,9 @@ from midflight.types import (
     RolloutStatus,
     SamplingParams,
 )
+
+# A verifier that never works should end a run, not keep it busy for ever.
+_MAX_FAILED_IN_A_ROW = 64
 
 NEW_ACTOR = ActorState(
     next_group_id=GroupId(0),
@@ -77,6 +81,7 @@ class Actor:
         self._ready: OrderedDict[GroupId, RolloutGroup] = OrderedDict()
         self._to_admit: deque[Rollout] = deque()
         self._running: dict[RolloutId, Rollout] = {}
+        self._failed_in_a_row = 0
         self._num_started = self._num_finished = state.num_batches * config.batch_size
         self._restore({group.group_id: group for group in partial_groups})
 
@@ -101,24 +106,10 @@ class Actor:
 
     def admit(self, fleet: FleetView) -> None:
         """Start as many rollouts as the schedule wants, opening groups as needed."""
-        requests = []
         for _ in range(self._schedule.num_to_admit(fleet)):
             if not self._to_admit:
                 self._open_group()
-            rollout = self._to_admit.popleft()
-            rollout.status = RolloutStatus.RUNNING
-            self._running[rollout.rollout_id] = rollout
-            requests.append(
-                GenerationRequest(
-                    rollout_id=rollout.rollout_id,
-                    prompt_token_ids=rollout.prompt_token_ids,
-                    sampling=self._config.sampling,
-                    seed=self._config.seed,
-                    generated=rollout.generated if len(rollout.generated) else None,
-                )
-            )
-        self._num_started += len(requests)
-        self._generator.add(requests)
+            self._start(self._to_admit.popleft())
 
     def step(self) -> None:
         """One token for everything in flight; grades what finished."""
@@ -173,6 +164,24 @@ class Actor:
         self._to_admit.extend(rollouts)
         return group
 
+    def _start(self, rollout: Rollout) -> None:
+        request = GenerationRequest(
+            rollout_id=rollout.rollout_id,
+            prompt_token_ids=rollout.prompt_token_ids,
+            sampling=self._config.sampling,
+            seed=self._config.seed,
+            generated=rollout.generated if len(rollout.generated) else None,
+        )
+        self._num_started += 1
+        try:
+            self._generator.add([request])
+        except ValueError as error:  # a prompt that is too long, say
+            self._fail(rollout, error)
+            self._close_if_done(self._open[rollout.group_id])
+        else:
+            rollout.status = RolloutStatus.RUNNING
+            self._running[rollout.rollout_id] = rollout
+
     def _suspend(self) -> int:
         completions = self._generator.abort(list(self._running))
         suspended = [self._running.pop(completion.rollout_id) for completion in completions]
@@ -218,11 +227,14 @@ class Actor:
             if not math.isfinite(grade.reward):
                 raise ValueError(f"the reward is {grade.reward}")
         except Exception as error:
-            rollout.status = RolloutStatus.FAILED
-            rollout.failure = f"{type(error).__name__}: {error}"
+            self._fail(rollout, error)
             return
         rollout.status = RolloutStatus.FINISHED
         rollout.reward, rollout.reward_components = float(grade.reward), grade.components
+
+    def _fail(self, rollout: Rollout, error: Exception) -> None:
+        rollout.status = RolloutStatus.FAILED
+        rollout.failure = f"{type(error).__name__}: {error}"
 
     def _close_if_done(self, group: RolloutGroup) -> None:
         statuses = {rollout.status for rollout in group.rollouts}
@@ -232,9 +244,17 @@ class Actor:
         if RolloutStatus.FAILED in statuses:
             self._state = replace(self._state, num_failed_groups=self._state.num_failed_groups + 1)
             self._forget(len(group.rollouts), finished=0)
+            self._stop_if_hopeless(group)
         else:
+            self._failed_in_a_row = 0
             self._ready[group.group_id] = group
             self._num_finished += len(group.rollouts)
+
+    def _stop_if_hopeless(self, group: RolloutGroup) -> None:
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
+            why = next(rollout.failure for rollout in group.rollouts if rollout.failure)
+            raise RolloutError(f"{self._failed_in_a_row} groups in a row failed; the last one: {why}")
 
     def _forget(self, num_rollouts: int, finished: int) -> None:
         """Take the rollouts of a dropped or failed group out of the counts that admission goes by."""

@@ -93,6 +93,7 @@ def _train(recipe: Recipe, run: RunDirectory, console: Any) -> None:
         finally:
             workers.stop()
             view.update(tail.read())
+            workers.check()
 
 
 class _Workers:
@@ -133,12 +134,11 @@ class _Workers:
             if isinstance(item, int) and sentinels[item] not in self._done:
                 self._hear(sentinels[item])
                 self._report_death(sentinels[item])
+        if "rollout" in self._done and not self.finished():
+            raise WorkerError(f"the rollout process was stopped; go on with: midflight train {self._run.path} --resume")
 
     def stop(self) -> None:
-        """Ask both to stop, the trainer to write its checkpoint; kill what does not listen.
-
-        Raises: what the trainer reported if it failed while stopping.
-        """
+        """Ask both to stop and to write what they have to; kill what does not listen."""
         for process in self._processes.values():
             if process.is_alive():
                 process.terminate()
@@ -148,6 +148,11 @@ class _Workers:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+    def check(self) -> None:
+        """Raises: what a worker reported and nobody has heard yet, such as a disk that was full when it stopped."""
+        for role in _ROLES:
+            self._hear(role)
 
     def _hear(self, role: str) -> None:
         connection = self._connections[role]
@@ -165,7 +170,7 @@ class _Workers:
                         error = WorkerError(text)
                         error.exit_code = exit_code
                         raise error
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # it is gone
                 return
 
     def _report_death(self, role: str) -> None:

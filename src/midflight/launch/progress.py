@@ -31,8 +31,7 @@ class LiveView:
         self._max_steps = max_steps
         self._console = console
         self._recent: deque[MetricsLine] = deque(maxlen=_NUM_AVERAGED)
-        self._rewards: list[float] = []
-        self._first: MetricsLine | None = None
+        self._rewards: list[tuple[int, float]] = []  # version, reward; of the whole run
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._next_plain_line = 0.0
 
@@ -48,33 +47,33 @@ class LiveView:
         if self._live:
             self._live.stop()
         if self._recent:
-            self._console.print(self._plain_line(), highlight=False)
+            self._print_plain_line()
 
     def update(self, lines: Sequence[MetricsLine]) -> None:
-        """Take in new metrics lines, of any number."""
+        """Take in new metrics lines, of any number; a version seen before replaces what was known since it."""
         for line in lines:
-            self._first = self._first or line
+            self._forget_from(line["version"])
             self._recent.append(line)
-            self._rewards.append(line["reward/mean"])
+            if line["reward/mean"] is not None:
+                self._rewards.append((line["version"], line["reward/mean"]))
         if not lines:
             return
         if self._live:
             self._live.update(self.render(), refresh=True)
         elif time.monotonic() >= self._next_plain_line:
             self._next_plain_line = time.monotonic() + _PLAIN_LINE_EVERY_S
-            self._console.print(self._plain_line(), highlight=False)
+            self._print_plain_line()
 
     def render(self) -> RenderableType:
         newest = self._recent[-1]
+        rewards = [reward for _, reward in self._rewards]
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(f"step {newest['version']} of {self._max_steps}"),
             ProgressBar(total=self._max_steps, completed=newest["version"], width=_SPARK_WIDTH),
             Text(f"{_clock(newest['wall_s'])} so far, {_clock(self._eta_s())} left"),
         )
-        head.add_row(
-            Text("reward"), Text(_sparkline(self._rewards), style="green"), Text(f"{self._mean('reward/mean'):.3f}")
-        )
+        head.add_row(Text("reward"), Text(_sparkline(rewards), style="green"), Text(f"{self._mean('reward/mean'):.3f}"))
         table = Table.grid(padding=(0, 3))
         for title, *cells in self._rows():
             table.add_row(Text(title, style="bold"), *cells)
@@ -85,14 +84,14 @@ class LiveView:
         return [
             [
                 "generation",
-                f"{self._mean('throughput/generated_tokens_per_s'):,.0f} tokens/s",
+                f"{self._rate('throughput/generated_tokens_per_s'):,.0f} tokens/s",
                 f"{newest.get('in_flight', 0):.0f} in flight",
                 f"idle {self._percent('idle/generation_fraction')}",
                 f"weight update {1e3 * self._mean('update/pause_s'):.1f} ms",
             ],
             [
                 "training",
-                f"{self._mean('throughput/trained_tokens_per_s'):,.0f} tokens/s",
+                f"{self._rate('throughput/trained_tokens_per_s'):,.0f} tokens/s",
                 f"{newest['samples']:,} samples",
                 f"idle {self._percent('idle/trainer_fraction')}",
                 f"step {1e3 * self._mean('time/step_s'):.0f} ms",
@@ -106,13 +105,23 @@ class LiveView:
             ],
         ]
 
+    def _forget_from(self, version: int) -> None:
+        """A run that resumes does the steps after its checkpoint again."""
+        while self._recent and self._recent[-1]["version"] >= version:
+            self._recent.pop()
+        while self._rewards and self._rewards[-1][0] >= version:
+            self._rewards.pop()
+
+    def _print_plain_line(self) -> None:
+        self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
+
     def _plain_line(self) -> str:
         newest = self._recent[-1]
         return (
             f"step {newest['version']}/{self._max_steps}  {_clock(newest['wall_s'])}"
             f"  reward {self._mean('reward/mean'):.3f}  samples {newest['samples']:,}"
-            f"  generated {self._mean('throughput/generated_tokens_per_s'):,.0f} tok/s"
-            f"  trained {self._mean('throughput/trained_tokens_per_s'):,.0f} tok/s"
+            f"  generated {self._rate('throughput/generated_tokens_per_s'):,.0f} tok/s"
+            f"  trained {self._rate('throughput/trained_tokens_per_s'):,.0f} tok/s"
             f"  lag {self._mean('lag/mean'):.1f} (max {self._max('lag/max'):.0f})  ESS {self._mean('ess'):.4f}"
             f"  eta {_clock(self._eta_s())}"
         )
@@ -130,11 +139,17 @@ class LiveView:
         values = self._values(key)
         return sum(values) / len(values) if values else 0.0
 
+    def _rate(self, key: str) -> float:
+        """The mean over time, not over steps: a step without a gradient takes a millisecond, at an absurd rate."""
+        pairs = [(line[key], line["time/step_s"]) for line in self._recent if line.get(key) is not None]
+        seconds = sum(step_s for _, step_s in pairs)
+        return sum(value * step_s for value, step_s in pairs) / seconds if seconds else 0.0
+
     def _max(self, key: str) -> float:
         return max(self._values(key), default=0.0)
 
     def _percent(self, key: str) -> str:
-        return f"{100 * self._mean(key):.0f} %"
+        return f"{100 * self._rate(key):.0f} %"
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
@@ -152,18 +167,8 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     groups, idle, wall_s = summary["groups"], summary["idle"], summary["train_wall_s"]
     rows = []
     before, after = summary["eval_before"], summary["eval_after"]
-    if before and after:
-        held_out = f"on {after['num_problems']} held-out problems"
-        rows += [
-            (f"accuracy, sampled, {held_out}", _change(before, after, "sampled_accuracy")),
-            ("accuracy, greedy", _change(before, after, "greedy_accuracy")),
-        ]
-        if after["sampled_accuracy_hard"] is not None:
-            title = f"accuracy, sampled, difficulty {after['hard_from']} and more"
-            rows.append((title, _change(before, after, "sampled_accuracy_hard")))
-        for bucket, accuracy in after["sampled_accuracy_by_difficulty"].items():
-            was = before["sampled_accuracy_by_difficulty"].get(bucket)
-            rows.append((f"  difficulty {bucket}", f"{was:.3f} -> {accuracy:.3f}"))
+    if before or after:
+        rows += _accuracy_rows(before or {}, after or {})
     rate = max(wall_s, 1e-9)
     rows += [
         ("training", f"{wall_s:.1f} s, {summary['steps']} steps, {summary['samples']:,} samples"),
@@ -181,8 +186,26 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:
+    """Before -> after; either may be empty or, in a run that resumed with another [eval], of other problems."""
+    newest = after or before
+    held_out = f"on {newest['num_problems']} held-out problems"
+    rows = [
+        (f"accuracy, sampled, {held_out}", _change(before, after, "sampled_accuracy")),
+        ("accuracy, greedy", _change(before, after, "greedy_accuracy")),
+    ]
+    if newest["sampled_accuracy_hard"] is not None:
+        title = f"accuracy, sampled, difficulty {newest['hard_from']} and more"
+        rows.append((title, _change(before, after, "sampled_accuracy_hard")))
+    buckets = "sampled_accuracy_by_difficulty"
+    for bucket in newest[buckets]:
+        rows.append((f"  difficulty {bucket}", _change(before.get(buckets, {}), after.get(buckets, {}), bucket)))
+    return rows
+
+
 def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:
-    return f"{before[key]:.3f} -> {after[key]:.3f}"
+    was, now = ("-" if values.get(key) is None else f"{values[key]:.3f}" for values in (before, after))
+    return f"{was} -> {now}"
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from midflight.errors import MissingExtraError, RunDirectoryError
 from midflight.launch.run_directory import RunDirectory
-from midflight.metrics.jsonl import read_metrics
+from midflight.metrics.jsonl import MetricsLine, read_metrics
 
 # Okabe and Ito's palette: distinguishable with any color vision.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -21,13 +21,13 @@ def run_table(directories: Sequence[Path]) -> str:
     """One line per run. Raises: RunDirectoryError if a directory holds no summary."""
     header = f"{'run':32}{'accuracy':>10}{'seconds':>9}{'steps':>7}{'samples/s':>11}"
     lines = [header + f"{'mean lag':>10}{'max lag':>9}{'ESS':>8}"]
-    for directory in directories:
+    for directory, label in zip(directories, _labels(directories), strict=True):
         summary = _summary(directory)
         after, ess = summary["eval_after"], summary["mean_ess"]
         accuracy = f"{after['sampled_accuracy']:.3f}" if after else "-"
         rate = summary["samples"] / max(summary["train_wall_s"], 1e-9)
         lines.append(
-            f"{_label(directory):32}{accuracy:>10}{summary['train_wall_s']:>9.1f}{summary['steps']:>7}{rate:>11.1f}"
+            f"{label:32}{accuracy:>10}{summary['train_wall_s']:>9.1f}{summary['steps']:>7}{rate:>11.1f}"
             f"{summary['mean_lag']:>10.2f}{summary['max_lag']:>9}{f'{ess:.4f}' if ess else '-':>8}"
         )
     return "\n".join(lines)
@@ -46,16 +46,14 @@ def plot_runs(directories: Sequence[Path], out: Path) -> None:
     except ImportError as error:
         raise MissingExtraError("matplotlib", "plot") from error
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for number, directory in enumerate(directories):
-        metrics = read_metrics(RunDirectory(directory).metrics)
-        if not metrics:
-            raise RunDirectoryError(f"{directory} holds no metrics yet")
+    for number, (directory, label) in enumerate(zip(directories, _labels(directories), strict=True)):
+        metrics = _steps(directory)
         color = _COLORS[number % len(_COLORS)]
         rewards = [line["reward/mean"] for line in metrics]
         for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
             positions = [line[key] for line in metrics]
             axis.plot(positions, rewards, ".", color=color, alpha=0.12, markersize=3)
-            axis.plot(positions, _smoothed(rewards), color=color, linewidth=2, label=_label(directory))
+            axis.plot(positions, _smoothed(rewards), color=color, linewidth=2, label=label)
     for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
@@ -73,6 +71,24 @@ def _summary(directory: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{directory} holds no summary: no run has ended there")
     summary: dict[str, Any] = json.loads(path.read_text())
     return summary
+
+
+def _steps(directory: Path) -> list[MetricsLine]:
+    path = RunDirectory(directory).metrics
+    lines = read_metrics(path) if path.is_file() else []
+    steps = [line for line in lines if line["reward/mean"] is not None]
+    if not steps:
+        raise RunDirectoryError(f"{directory} holds no metrics yet")
+    return steps
+
+
+def _labels(directories: Sequence[Path]) -> list[str]:
+    """What each run is called; runs of one schedule are told apart by their directories."""
+    labels = [_label(directory) for directory in directories]
+    return [
+        f"{label} ({directory.name})" if labels.count(label) > 1 else label
+        for label, directory in zip(labels, directories, strict=True)
+    ]
 
 
 def _label(directory: Path) -> str:

@@ -43,6 +43,7 @@ from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySe
 
 # The schedule bounds how many batches wait; this only has to be more than any schedule allows.
 _STREAM_CAPACITY = 4096
+_WAIT_SLICE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +185,14 @@ def _tracer(run: RunDirectory, role: str) -> Tracer:
 def _start_together(context: WorkerContext) -> None:
     """So that the clock of the run starts when both sides are set up."""
     context.supervisor.send(("ready",))
+    while not context.supervisor.poll(_WAIT_SLICE_S):
+        if context.should_stop():
+            raise SystemExit(0)
     context.supervisor.recv()
 
 
 def _wait_for_first_weights(receiver: SharedMemoryReceiver, context: WorkerContext) -> None:
-    while not receiver.wait(newer_than=-1, timeout_s=1.0):
+    while not receiver.wait(newer_than=-1, timeout_s=_WAIT_SLICE_S):
         if context.should_stop():
             raise SystemExit(0)
 

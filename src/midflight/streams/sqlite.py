@@ -10,7 +10,9 @@ Every change is one transaction in WAL mode, so a killed process leaves the stre
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -45,7 +47,7 @@ class SqliteStream(Generic[Record]):
         self._capacity = capacity
         self._codec = Codec(record_type)
         self._acknowledged = 0  # the read position this reader has brought the file to
-        with self._errors():
+        with self._errors(), _locked(path.parent):
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
             try:
                 self._prepare(record_type.__name__)
@@ -179,6 +181,17 @@ class SqliteStream(Generic[Record]):
             yield
         except (sqlite3.Error, OSError) as error:
             raise StreamError(f"{self._path}: {error}") from error
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process at a time: SQLite does not wait for another that is just switching a new file to WAL mode."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _deadline_s(timeout_s: float | None) -> float:

@@ -61,8 +61,8 @@ class ScriptedGenerator:
 class CountingEnvironment:
     """Problem i asks for i; `reward_of(i)` is what any answer to it gets, and may raise."""
 
-    def __init__(self, reward_of: Callable[[int], float] = lambda index: 1.0) -> None:
-        self._reward_of = reward_of
+    def __init__(self, reward_of: Callable[[int], float] = lambda index: 1.0, seed: int = 0) -> None:
+        self._reward_of, self.seed = reward_of, seed
 
     def problem(self, index: int) -> Problem:
         return Problem(str(index), prompt=str(index), answer=str(index))

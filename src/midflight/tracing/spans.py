@@ -7,6 +7,7 @@ with an object of arguments as a fourth entry where there are any.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -78,15 +79,20 @@ class Tracer:
             self._file.write("".join([_line(*span) for span in spans]))
             self._file.flush()
         except OSError as error:
-            self._num_left = 0
             logger.warning("the trace ends here: %s", error)
+            self._stop_writing()
 
     def close(self) -> None:
         """Write the rest. Totals stay readable; later spans only count in them."""
         self.flush()
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
         self._num_left = 0
         if self._file is not None:
-            self._file.close()
+            # What a full disk refused is still in the file's buffer, and closing tries it once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
     def __enter__(self) -> Tracer:

@@ -68,6 +68,11 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return steps[-1] if steps else None
 
 
+def oldest_checkpoint_version(directory: Path) -> int:
+    """Raises: IndexError if there is no checkpoint."""
+    return _version(_steps(directory)[0])
+
+
 def load_state(checkpoint: Path) -> TrainerState:
     """Raises: CheckpointError if the file is missing or damaged."""
     try:
@@ -80,7 +85,11 @@ def load_state(checkpoint: Path) -> TrainerState:
 
 def _steps(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(directory.glob("step_*"), key=_version)
+
+
+def _version(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _sync(directory: Path) -> None:

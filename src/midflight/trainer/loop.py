@@ -25,7 +25,7 @@ from midflight.metrics.lag import lag_metrics
 from midflight.metrics.policy import PolicyMetrics
 from midflight.protocols import Stream, TrainerBackend
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, save_checkpoint
+from midflight.trainer.checkpoints import TrainerState, oldest_checkpoint_version, save_checkpoint
 from midflight.types import Microbatch, TrainingBatch
 
 WAIT_SLICE_S = 0.2
@@ -79,7 +79,7 @@ class TrainLoop:
         Raises: NonFiniteLossError after too many skipped steps in a row; CheckpointError.
         """
         started = time.monotonic() - self._state.wall_s
-        self._seen = _Seen(wall_s=self._state.wall_s)
+        self._seen = _Seen(wall_s=self._state.wall_s, trained_tokens=self._state.trained_tokens)
         while self._state.version < self._settings.max_steps and not should_stop():
             if self._settings.max_seconds is not None and self._state.wall_s >= self._settings.max_seconds:
                 break
@@ -172,7 +172,8 @@ class TrainLoop:
             save_checkpoint(
                 self._settings.checkpoints, self._state, self._backend.save, self._settings.keep_checkpoints
             )
-        self._batches.trim(self._state.version)
+        # A restart may go back to any checkpoint that is kept; and the actor goes on after the last batch there is.
+        self._batches.trim(oldest_checkpoint_version(self._settings.checkpoints) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
+from midflight.errors import RolloutError
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ScriptedGenerator
-from midflight.types import RolloutStatus, SamplingParams
+from midflight.types import GenerationRequest, RolloutStatus, SamplingParams
 
 CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tokens=50), seed=0)
 
@@ -51,6 +52,28 @@ def test_a_failed_rollout_says_why() -> None:
     run(actor, 3)
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.failure == "ZeroDivisionError: no such verifier"
+
+
+def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:
+    class Choosy(ScriptedGenerator):
+        def add(self, requests: Sequence[GenerationRequest]) -> None:
+            if any(len(request.prompt_token_ids) > 1 for request in requests):
+                raise ValueError("its prompt has 2 tokens, not 1 to 1")
+            super().add(requests)
+
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=100)
+    actor = Actor(CONFIG, Choosy(lambda _: 1), schedule, CountingEnvironment(), DigitTokenizer())
+    run(actor, 3)
+    assert actor.state.num_failed_groups == 2
+    assert actor.fleet(0).num_finished == 20  # problems 0 to 9 have prompts of one digit
+
+
+def test_a_run_of_nothing_but_failures_ends_and_says_why() -> None:
+    def reward_of(index: int) -> float:
+        raise ConnectionError("the verifier is down")
+
+    with pytest.raises(RolloutError, match="64 groups in a row failed; the last one: ConnectionError: the verifier"):
+        run(actor_with(reward_of), 1000)
 
 
 def test_aborted_rollouts_keep_their_tokens_and_go_on_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -92,7 +93,7 @@ def test_any_split_measures_the_same_as_the_whole_batch(values: list[float], cut
     exact = policy.double() - behavior.double()
     split = PolicyMetrics(max_ratio=5.0)
     edges = sorted({0, len(values), *(cut for cut in cuts if cut <= len(values))})
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         split.add(policy[low:high], behavior[low:high], entropy[low:high])
     statistics = ratio_statistics(exact, 5.0)
     assert split.result() == {

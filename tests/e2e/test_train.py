@@ -157,7 +157,7 @@ def worker_pid(supervisor: int, role: str) -> int:
 FULL_DISK = """
 set -e
 mkdir -p "$1"
-mount -t tmpfs -o size=16m none "$1"
+mount -t tmpfs -o size=12m none "$1"
 code=0
 $2 train $3 run.directory=$1/run trainer.max_steps=4 trainer.checkpoint_every=2 $4 --json || code=$?
 echo "code $code, checkpoints: $(ls -A $1/run/checkpoints)"
@@ -171,7 +171,7 @@ $2 train $1/run --resume --json
     reason="mounting a small disk needs user namespaces",
 )
 def test_a_full_disk_at_a_checkpoint_keeps_the_older_one_and_loses_nothing(tmp_path: Path) -> None:
-    """On a real 16 MB disk: one checkpoint of 7.2 MB fits beside streams and logs, a second one does not."""
+    """On a real 12 MB disk: one checkpoint of 7.2 MB fits beside streams and logs, a second one does not."""
     arguments = [str(tmp_path / "disk"), " ".join(command()), str(RECIPE), " ".join(SMALL)]
     done = subprocess.run(
         ["unshare", "--mount", "--map-root-user", "bash", "-c", FULL_DISK, "bash", *arguments],

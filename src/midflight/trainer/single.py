@@ -6,12 +6,14 @@ Suffixes: T packed tokens, M tokens that carry loss, D model, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from midflight.models.attention import PackedSequences
@@ -19,7 +21,7 @@ from midflight.models.loading import load_model, load_tokenizer, quiet, weights_
 from midflight.protocols import WeightSender
 from midflight.types import Microbatch, TensorSpec
 
-_OPTIMIZER_FILE = "optimizer.pt"
+_OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +109,21 @@ class SingleProcessTrainer:
         with quiet():
             self.model.save_pretrained(directory)
         self._tokenizer.save_pretrained(directory)
-        torch.save(self._optimizer.state_dict(), directory / _OPTIMIZER_FILE)
+        state = self._optimizer.state_dict()["state"]
+        tensors = {f"{index}.{name}": tensor for index, entry in state.items() for name, tensor in entry.items()}
+        save_file(tensors, directory / _OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         saved = weights_of(load_model(directory))
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(saved[name])
-        state = torch.load(directory / _OPTIMIZER_FILE, map_location=self._device, weights_only=True)
-        self._optimizer.load_state_dict(state)
+        state: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in load_file(directory / _OPTIMIZER_FILE).items():
+            index, _, name = key.partition(".")
+            state[int(index)][name] = tensor
+        # The settings stay the recipe's: a learning rate that was changed for the rest of the run counts.
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": dict(state)})
 
     def _tensor(self, array: Any) -> Tensor:
         tensor = torch.tensor(array)

@@ -72,12 +72,15 @@ class ChainSums:
         return problems
 
     def grade(self, problem: Problem, response: str) -> Grade:
-        """Reward 1 if the response ends with `=` and the sum, else 0. `shows_steps` tells whether it wrote any step.
+        """Reward 1 if the response ends with `=` and the sum, else 0, which is also its accuracy.
+
+        `shows_steps` tells whether it wrote any step.
 
         The response comes without special tokens. A malformed one is wrong, never an error.
         """
         _, equals, final = response.rpartition("=")
-        return Grade(float(bool(equals) and final == problem.answer), {"shows_steps": float("," in response)})
+        right = float(bool(equals) and final == problem.answer)
+        return Grade(right, {"accuracy": right, "shows_steps": float("," in response)})
 
     def _draw_num_terms(self, rng: random.Random) -> int:
         return rng.choices(self._lengths, cum_weights=self._cumulative_weights)[0]

@@ -103,7 +103,13 @@ class LiveView:
                 f"entropy {self._mean('entropy'):.3f}",
                 f"length {self._mean('length/mean'):.1f}",
             ],
+            ["graded", *(f"{name} {self._mean(f'reward/{name}'):.3f}" for name in self._components())],
         ]
+
+    def _components(self) -> list[str]:
+        """What the environment grades besides the reward."""
+        names = {key.removeprefix("reward/") for line in self._recent for key in line if key.startswith("reward/")}
+        return sorted(names - {"mean"})
 
     def _forget_from(self, version: int) -> None:
         """A run that resumes does the steps after its checkpoint again."""

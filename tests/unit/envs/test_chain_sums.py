@@ -165,7 +165,7 @@ def test_a_solution_is_right_and_shows_its_steps(problem: Problem) -> None:
     grade = ChainSums().grade(problem, solution(problem))
     assert grade.reward == 1.0
     assert grade.components == {"accuracy": 1.0, "shows_steps": 1.0}
-    assert ChainSums().grade(problem, f"={problem.answer}").components == {"shows_steps": 0.0}
+    assert ChainSums().grade(problem, f"={problem.answer}").components == {"accuracy": 1.0, "shows_steps": 0.0}
 
 
 def test_it_is_an_environment() -> None:

@@ -146,16 +146,21 @@ class Trajectory:
 class Microbatch:
     """Several trajectories laid end to end, for one forward and backward; they never attend to each other.
 
-    Shapes: every array `[T]` but `sequence_lengths` `[S]`, which sums to T; `position_ids` restart at 0 per sequence.
+    Trajectories that begin with the same prompt share one copy of it: the first has the prompt as part of its own
+    tokens, the others have `prefix_lengths[s]` tokens before their own, which stand at `prefix_starts[s]`.
+
+    Shapes: every array `[T]` but the last three, `[S]`; `sequence_lengths` count own tokens and sum to T.
     """
 
     token_ids: Int32Array
-    position_ids: Int32Array
-    sequence_lengths: Int32Array
+    position_ids: Int32Array  # within the trajectory, its shared prefix included
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     weight_versions: Int32Array
     advantages: Float32Array
+    sequence_lengths: Int32Array
+    prefix_starts: Int32Array
+    prefix_lengths: Int32Array  # 0 where nothing is shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ def logprobs_under(model: torch.nn.Module, weights: dict[str, torch.Tensor], mic
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
         token_ids = torch.tensor(microbatch.token_ids).long()
-        packed = PackedSequences.from_lengths(microbatch.sequence_lengths.tolist(), torch.device("cpu"))
+        packed = PackedSequences.of(microbatch)
         positions = torch.tensor(microbatch.position_ids).long()
         logits = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, packed=packed).logits
-        logprobs = torch.log_softmax(logits[0, :-1], -1).gather(1, token_ids[1:, None]).squeeze(1)
-    return np.concatenate([[0.0], logprobs.numpy()])
+        logprobs = torch.log_softmax(logits[0, packed.previous_index], -1).gather(1, token_ids[:, None])
+    return logprobs.squeeze(1).numpy()
 
 
 def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_sampled_them(

@@ -37,7 +37,7 @@ def test_packed_sequences_get_the_logits_they_get_alone(family: str) -> None:
     lengths = [5, 1, 17, 17, 2, 40, 9]
     packed_batch = pack(trajectories(lengths), max_tokens=200)[0]
     tokens = torch.tensor(packed_batch.token_ids).long()
-    packed = PackedSequences.from_lengths(packed_batch.sequence_lengths.tolist(), torch.device("cpu"))
+    packed = PackedSequences.of(packed_batch)
     assert len(packed.buckets) > 1
     positions = torch.tensor(packed_batch.position_ids).long()[None]
     with torch.no_grad():
@@ -49,6 +49,38 @@ def test_packed_sequences_get_the_logits_they_get_alone(family: str) -> None:
             alone = model(input_ids=tokens[None, start : start + length]).logits[0]
             torch.testing.assert_close(together[start : start + length], alone, atol=1e-4, rtol=1e-4)
             start += length
+
+
+def siblings() -> list[Trajectory]:
+    """Two groups of rollouts with a prompt each, and a rollout whose prompt is the beginning of another's."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCAB_SIZE, length).astype(np.int32) for length in (9, 14)]
+    made = []
+    for number, prompt in enumerate([*[prompts[0]] * 4, *[prompts[1]] * 3, prompts[0][:5]]):
+        (own,) = trajectories([int(rng.integers(1, 30)) + 3])
+        made.append(
+            Trajectory(
+                RolloutId(number),
+                np.concatenate([prompt, own.token_ids]),
+                np.concatenate([np.zeros(len(prompt), np.bool_), np.ones(len(own.token_ids), np.bool_)]),
+                np.concatenate([np.zeros(len(prompt), np.float32), own.behavior_logprobs]),
+                np.zeros(len(prompt) + len(own.token_ids), np.int32),
+                np.full(len(prompt) + len(own.token_ids), rng.normal(), np.float32),
+            )
+        )
+    return made
+
+
+def test_a_shared_prompt_is_computed_once_and_changes_no_gradient() -> None:
+    batch = siblings()
+    num_tokens = float(sum(trajectory.loss_mask.sum() for trajectory in batch))
+    (shared,) = pack(batch, max_tokens=4096)
+    assert len(shared.token_ids) == sum(len(each.token_ids) for each in batch) - 3 * 9 - 2 * 14
+    together = gradients([shared], num_tokens)
+    alone = gradients([pack([trajectory], 4096)[0] for trajectory in batch], num_tokens)
+    scale = max(float(gradient.abs().max()) for gradient in alone.values())
+    for name, expected in alone.items():
+        assert (together[name] - expected).abs().max() <= 2e-6 * scale, name
 
 
 def gradients(microbatches: list[Microbatch], denominator: float) -> dict[str, torch.Tensor]:

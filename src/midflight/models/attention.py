@@ -9,14 +9,17 @@ Suffixes: T packed tokens, S sequences of one bucket, L its longest, H heads, K 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
+
+from midflight.types import Microbatch
 
 PACKED_ATTENTION = "midflight_packed"
 # Bucket boundaries grow by this factor: at most a quarter of a padded row is padding.
@@ -25,10 +28,9 @@ _BUCKET_GROWTH = 4 / 3
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sequences of similar length: where their tokens stand in the packed row, and in the padded one."""
+    """Sequences of similar length, as padded rows of the length of the longest."""
 
-    packed_index: Tensor  # int64 [tokens of these sequences]
-    padded_index: Tensor  # int64 [the same], into S * L
+    packed_index: Tensor  # int64 [S * L]: which packed token stands there; any one where there is only padding
     num_sequences: int
     max_length: int
 
@@ -38,32 +40,55 @@ class PackedSequences:
     """The layout of one microbatch, computed once and used by every layer."""
 
     buckets: tuple[Bucket, ...]
+    padded_index: Tensor  # int64 [T]: where each packed token's result stands in the rows of all buckets
+    previous_index: Tensor  # int64 [T]: the packed token before each one; -1 for the first of a trajectory
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+    def of(cls, microbatch: Microbatch, device: torch.device | str = "cpu") -> PackedSequences:
+        num_tokens = len(microbatch.token_ids)
+        padded_index, previous_index = np.empty(num_tokens, np.int64), np.full(num_tokens, -1, np.int64)
         buckets: list[Bucket] = []
-        members: list[int] = []
-        shortest = 0
-        for sequence in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-            if members and lengths[sequence] > shortest * _BUCKET_GROWTH:
-                buckets.append(_bucket(members, lengths, starts, device))
-                members = []
-            if not members:
-                shortest = lengths[sequence]
-            members.append(sequence)
-        if members:
-            buckets.append(_bucket(members, lengths, starts, device))
-        return cls(tuple(buckets))
+        num_padded = 0
+        for members in _by_similar_length(_sequences(microbatch)):
+            max_length = max(len(prefix) + len(own) for prefix, own in members)
+            rows = np.zeros((len(members), max_length), np.int64)
+            for row, (prefix, own) in enumerate(members):
+                both = np.concatenate([prefix, own])
+                rows[row, : len(both)] = both
+                previous_index[both[1:]] = both[:-1]
+                # A shared prefix is in the row of each of its sequences; its result is taken from its owner's.
+                padded_index[own] = num_padded + row * max_length + np.arange(len(prefix), len(both))
+            buckets.append(Bucket(torch.from_numpy(rows.reshape(-1)).to(device), len(members), max_length))
+            num_padded += rows.size
+        return cls(
+            tuple(buckets), torch.from_numpy(padded_index).to(device), torch.from_numpy(previous_index).to(device)
+        )
 
 
-def _bucket(members: list[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
-    max_length = max(lengths[member] for member in members)
-    packed = [torch.arange(starts[member], starts[member] + lengths[member]) for member in members]
-    padded = [torch.arange(lengths[member]) + row * max_length for row, member in enumerate(members)]
-    return Bucket(torch.cat(packed).to(device), torch.cat(padded).to(device), len(members), max_length)
+Sequences = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+
+
+def _sequences(microbatch: Microbatch) -> Sequences:
+    """Where the shared prefix and the own tokens of each trajectory stand."""
+    ends = np.cumsum(microbatch.sequence_lengths, dtype=np.int64)
+    return [
+        (np.arange(start, start + shared, dtype=np.int64), np.arange(end - length, end, dtype=np.int64))
+        for end, length, start, shared in zip(
+            ends, microbatch.sequence_lengths, microbatch.prefix_starts, microbatch.prefix_lengths, strict=True
+        )
+    ]
+
+
+def _by_similar_length(sequences: Sequences) -> list[Sequences]:
+    groups: list[Sequences] = []
+    shortest = 0.0
+    for prefix, own in sorted(sequences, key=lambda parts: len(parts[0]) + len(parts[1])):
+        length = len(prefix) + len(own)
+        if not groups or length > shortest * _BUCKET_GROWTH:
+            groups.append([])
+            shortest = length
+        groups[-1].append((prefix, own))
+    return groups
 
 
 def packed_attention(
@@ -81,28 +106,21 @@ def packed_attention(
 
     Shapes: query [1, H, T, E], key and value [1, K, T, E] -> [1, T, H, E].
     """
-    q_THE, k_TKE, v_TKE = (part[0].transpose(0, 1) for part in (query, key, value))
-    pieces, indices = [], []
+    rows = []
     for bucket in packed.buckets:
-        q, k, v = (_pad(part, bucket) for part in (q_THE, k_TKE, v_TKE))
+        # Padding comes last in its row, so causality keeps it out of every result that is used.
+        q, k, v = (_padded_rows(part, bucket) for part in (query, key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-        pieces.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.padded_index))
-        indices.append(bucket.packed_index)
-    if len(pieces) == 1:
-        order, joined = indices[0], pieces[0]
-    else:
-        order, joined = torch.cat(indices), torch.cat(pieces)
-    out_THE = torch.empty_like(joined).index_copy(0, order, joined)
-    return out_THE[None], None
+        rows.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(rows).index_select(0, packed.padded_index)[None], None
 
 
-def _pad(part: Tensor, bucket: Bucket) -> Tensor:
-    """[T, heads, E] -> [S, heads, L, E], zeros where a sequence is shorter than the bucket's longest."""
-    rows = part.new_zeros(bucket.num_sequences * bucket.max_length, *part.shape[1:])
-    rows = rows.index_copy(0, bucket.padded_index, part.index_select(0, bucket.packed_index))
-    return rows.view(bucket.num_sequences, bucket.max_length, *part.shape[1:]).transpose(1, 2)
+def _padded_rows(part: Tensor, bucket: Bucket) -> Tensor:
+    """[1, heads, T, E] -> [S, heads, L, E]."""
+    rows = part[0].transpose(0, 1).index_select(0, bucket.packed_index)
+    return rows.view(bucket.num_sequences, bucket.max_length, *rows.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

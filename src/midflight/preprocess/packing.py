@@ -1,12 +1,21 @@
-"""Greedy collation: sequences, longest first, each into the first microbatch with room. Source: Magistral, sec. 3."""
+"""Greedy collation: sequences, longest first, each into the first microbatch with room. Source: Magistral, sec. 3.
+
+Within a microbatch the rollouts of a group share their prompt: it is computed once, and gradients flow into it from
+all of them, which is exactly what separate copies would add up to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from midflight.types import Microbatch, Trajectory
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def collate(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -32,19 +41,54 @@ def collate(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[Microbatch]:
-    """Every trajectory in exactly one microbatch of at most `max_tokens` tokens."""
+    """Every trajectory in exactly one microbatch of at most `max_tokens` tokens, shared prompts stored once."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     return [_join([trajectories[index] for index in members]) for members in collate(lengths, max_tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A trajectory in a microbatch: what it shares, and from which of its tokens on it has its own."""
+
+    trajectory: Trajectory
+    prefix_start: int
+    prefix_length: int
+
+    def own(self, values: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+        return values[self.prefix_length :]
+
+
 def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
-    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+    placed = _place(trajectories)
+    lengths = [len(each.own(each.trajectory.token_ids)) for each in placed]
     return Microbatch(
-        token_ids=np.concatenate([trajectory.token_ids for trajectory in trajectories]),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        token_ids=np.concatenate([each.own(each.trajectory.token_ids) for each in placed]),
+        position_ids=np.concatenate(
+            [each.own(np.arange(len(each.trajectory.token_ids), dtype=np.int32)) for each in placed]
+        ),
+        loss_mask=np.concatenate([each.own(each.trajectory.loss_mask) for each in placed]),
+        behavior_logprobs=np.concatenate([each.own(each.trajectory.behavior_logprobs) for each in placed]),
+        weight_versions=np.concatenate([each.own(each.trajectory.weight_versions) for each in placed]),
+        advantages=np.concatenate([each.own(each.trajectory.advantages) for each in placed]),
         sequence_lengths=np.array(lengths, np.int32),
-        loss_mask=np.concatenate([trajectory.loss_mask for trajectory in trajectories]),
-        behavior_logprobs=np.concatenate([trajectory.behavior_logprobs for trajectory in trajectories]),
-        weight_versions=np.concatenate([trajectory.weight_versions for trajectory in trajectories]),
-        advantages=np.concatenate([trajectory.advantages for trajectory in trajectories]),
+        prefix_starts=np.array([each.prefix_start for each in placed], np.int32),
+        prefix_lengths=np.array([each.prefix_length for each in placed], np.int32),
     )
+
+
+def _place(trajectories: Sequence[Trajectory]) -> list[_Placed]:
+    """Lay out in order; a prompt that stands there already is shared. It is all before the first sampled token."""
+    placed: list[_Placed] = []
+    prompt_starts: dict[bytes, int] = {}
+    end = 0
+    for trajectory in trajectories:
+        prompt = trajectory.token_ids[: int(trajectory.loss_mask.argmax())]
+        key = prompt.tobytes()
+        if key in prompt_starts:
+            each = _Placed(trajectory, prompt_starts[key], len(prompt))
+        else:
+            prompt_starts[key] = end
+            each = _Placed(trajectory, 0, 0)
+        placed.append(each)
+        end += len(each.own(trajectory.token_ids))
+    return placed

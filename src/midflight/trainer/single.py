@@ -69,10 +69,10 @@ class SingleProcessTrainer:
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at every token that carries loss, under the sampling temperature; both [M].
 
-        Token t is predicted from the hidden state at t - 1: the one place where the shift happens.
+        A token is predicted from the hidden state of the one before it: the only place where the shift happens.
         """
         token_ids_T = self._tensor(microbatch.token_ids)
-        packed = PackedSequences.from_lengths(microbatch.sequence_lengths.tolist(), self._device)
+        packed = PackedSequences.of(microbatch, self._device)
         hidden_TD = self.model.base_model(
             input_ids=token_ids_T[None],
             position_ids=self._tensor(microbatch.position_ids)[None],
@@ -80,9 +80,8 @@ class SingleProcessTrainer:
             packed=packed,
         ).last_hidden_state[0]
         predicted_M = self._tensor(microbatch.loss_mask).nonzero().squeeze(1)
-        logits_MV = (
-            self.model.get_output_embeddings()(hidden_TD.index_select(0, predicted_M - 1)).float() / self._temperature
-        )
+        hidden_MD = hidden_TD.index_select(0, packed.previous_index[predicted_M])
+        logits_MV = self.model.get_output_embeddings()(hidden_MD).float() / self._temperature
         all_logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
         with torch.no_grad():
             entropy_M = -(all_logprobs_MV.exp() * all_logprobs_MV).sum(dim=-1)

@@ -42,30 +42,41 @@ def test_every_sequence_is_in_exactly_one_microbatch(lengths: list[int], max_tok
     assert sum(2 * sum(lengths[index] for index in members) <= max_tokens for members in bins) <= 1
 
 
-def trajectory(number: int, length: int) -> Trajectory:
+def trajectory(kind: int, number: int, length: int) -> Trajectory:
     token_ids = np.arange(length, dtype=np.int32) + 1000 * number
     mask = np.arange(length) >= 2
-    values = token_ids.astype(np.float32)
-    return Trajectory(RolloutId(number), token_ids, mask, -values, token_ids, values)
+    values = np.where(mask, token_ids, 0).astype(np.float32)
+    token_ids[:2] = [kind, kind + 50]
+    return Trajectory(RolloutId(number), token_ids, mask, -values, values.astype(np.int32), values)
 
 
-@given(st.lists(st.integers(3, 40), min_size=1, max_size=20))
-def test_packed_tokens_keep_everything_they_carry(lengths: list[int]) -> None:
-    microbatches = pack([trajectory(number, length) for number, length in enumerate(lengths)], max_tokens=64)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(3, 40)), min_size=1, max_size=20))
+def test_packed_tokens_keep_everything_they_carry(drawn: list[tuple[int, int]]) -> None:
+    """With prompts of two tokens, the same for every trajectory of the same kind."""
+    made = [trajectory(kind, number, length) for number, (kind, length) in enumerate(drawn)]
     seen = []
-    for microbatch in microbatches:
+    for microbatch in pack(made, max_tokens=64):
         assert microbatch.sequence_lengths.sum() == len(microbatch.token_ids)
-        start = 0
-        for length in microbatch.sequence_lengths:
-            part = slice(start, start + length)
-            number = int(microbatch.token_ids[start]) // 1000
-            expected = trajectory(number, int(length))
-            seen.append((number, int(length)))
-            np.testing.assert_array_equal(microbatch.token_ids[part], expected.token_ids)
-            np.testing.assert_array_equal(microbatch.position_ids[part], np.arange(length))
-            np.testing.assert_array_equal(microbatch.loss_mask[part], expected.loss_mask)
-            np.testing.assert_array_equal(microbatch.behavior_logprobs[part], expected.behavior_logprobs)
-            np.testing.assert_array_equal(microbatch.weight_versions[part], expected.weight_versions)
-            np.testing.assert_array_equal(microbatch.advantages[part], expected.advantages)
-            start += length
-    assert sorted(seen) == list(enumerate(lengths))
+        ends = np.cumsum(microbatch.sequence_lengths)
+        prompts = []
+        for end, length, start, shared in zip(
+            ends, microbatch.sequence_lengths, microbatch.prefix_starts, microbatch.prefix_lengths, strict=True
+        ):
+            where = np.concatenate([np.arange(start, start + shared), np.arange(end - length, end)])
+            number = int(microbatch.token_ids[end - 1]) // 1000
+            expected = made[number]
+            seen.append(number)
+            np.testing.assert_array_equal(microbatch.token_ids[where], expected.token_ids)
+            np.testing.assert_array_equal(microbatch.position_ids[where], np.arange(len(where)))
+            np.testing.assert_array_equal(microbatch.loss_mask[where], expected.loss_mask)
+            np.testing.assert_array_equal(microbatch.behavior_logprobs[where], expected.behavior_logprobs)
+            np.testing.assert_array_equal(microbatch.weight_versions[where], expected.weight_versions)
+            np.testing.assert_array_equal(microbatch.advantages[where], expected.advantages)
+            prompts.append((bytes(expected.token_ids[:2]), int(shared)))
+        # Each prompt is there once: with the first trajectory that has it.
+        for prompt, shared in prompts:
+            first = next(index for index, (other, _) in enumerate(prompts) if other == prompt)
+            assert prompts[first][1] == 0
+            assert shared == 2 or prompts.index((prompt, 0)) == first
+        assert sum(shared == 0 for _, shared in prompts) == len({prompt for prompt, _ in prompts})
+    assert sorted(seen) == list(range(len(made)))

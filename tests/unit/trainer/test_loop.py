@@ -63,6 +63,8 @@ def batch(index: int, advantage: float) -> TrainingBatch:
         token_ids=np.arange(3, dtype=np.int32),
         position_ids=np.arange(3, dtype=np.int32),
         sequence_lengths=np.array([3], np.int32),
+        prefix_starts=np.zeros(1, np.int32),
+        prefix_lengths=np.zeros(1, np.int32),
         loss_mask=np.array([False, True, True]),
         behavior_logprobs=-ones,
         weight_versions=np.full(3, index, np.int32),

@@ -80,6 +80,10 @@ class GeneratedTokens:
     logprobs: Float32Array  # nats, under the sampling distribution
     weight_versions: Int32Array  # optimizer steps
 
+    @classmethod
+    def none(cls) -> GeneratedTokens:
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
     def __len__(self) -> int:
         return len(self.token_ids)
 

@@ -153,10 +153,9 @@ class Actor:
             self._state = replace(self._state, next_group_id=GroupId(group_id + 1))
         problem = self._environment.problem(group_id)
         prompt = np.array(self._tokenizer.encode(problem.prompt), np.int32)
-        nothing = GeneratedTokens(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
         first = group_id * self._config.group_size
         rollouts = [
-            Rollout(RolloutId(first + member), group_id, RolloutStatus.PARTIAL, prompt, nothing)
+            Rollout(RolloutId(first + member), group_id, RolloutStatus.PARTIAL, prompt, GeneratedTokens.none())
             for member in range(self._config.group_size)
         ]
         group = RolloutGroup(group_id, problem, rollouts)

@@ -78,7 +78,7 @@ class Engine:
         completions = []
         for request in self._waiting:
             if request.rollout_id in aborted:
-                generated = request.generated or _nothing_generated()
+                generated = request.generated or GeneratedTokens.none()
                 completions.append(Completion(request.rollout_id, generated, FinishReason.ABORT))
             else:
                 kept.append(request)
@@ -170,7 +170,3 @@ def _prefix_tokens(request: GenerationRequest) -> np.ndarray[tuple[int], np.dtyp
     if request.generated:
         parts.append(request.generated.token_ids)
     return np.concatenate(parts).astype(np.int64)
-
-
-def _nothing_generated() -> GeneratedTokens:
-    return GeneratedTokens(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))

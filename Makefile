@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast lint types base clean
+.PHONY: demo test test-fast lint types base figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
@@ -27,6 +27,17 @@ types: $(VENV)/.ready
 # Trains the starting policy of the demo again, from nothing (some minutes).
 base: $(VENV)/.ready
 	$(BIN)/python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
+
+# The README's curves: the demo's recipe under each schedule, for the same number of optimizer steps.
+FIGURE_RUNS := runs/figures
+CONVENTIONAL := schedule.type=conventional schedule.steps_per_rl_step
+figures: $(VENV)/.ready
+	rm -rf $(FIGURE_RUNS)
+	$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/pipeline
+	for g in 1 4 16; do \
+		$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/conventional_$$g $(CONVENTIONAL)=$$g \
+		|| exit; done
+	$(BIN)/midflight report $(FIGURE_RUNS)/* --plot docs/images/schedules.png
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml

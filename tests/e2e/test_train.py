@@ -154,6 +154,23 @@ def worker_pid(supervisor: int, role: str) -> int:
     pytest.fail(f"no {role} process")
 
 
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "--net", "--map-root-user", "true"]).returncode != 0,
+    reason="this needs user namespaces",
+)
+
+
+@needs_namespaces
+def test_the_demo_needs_no_network(tmp_path: Path) -> None:
+    """In a network namespace without so much as a loopback device."""
+    arguments = command("train", RECIPE, f"run.directory={tmp_path / 'run'}", "trainer.max_steps=2", *SMALL, "--json")
+    done = subprocess.run(
+        ["unshare", "--net", "--map-root-user", *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+
+
 FULL_DISK = """
 set -e
 mkdir -p "$1"
@@ -166,10 +183,7 @@ $2 train $1/run --resume --json
 """
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "--mount", "--map-root-user", "true"]).returncode != 0,
-    reason="mounting a small disk needs user namespaces",
-)
+@needs_namespaces
 def test_a_full_disk_at_a_checkpoint_keeps_the_older_one_and_loses_nothing(tmp_path: Path) -> None:
     """On a real 12 MB disk: one checkpoint of 7.2 MB fits beside streams and logs, a second one does not."""
     arguments = [str(tmp_path / "disk"), " ".join(command()), str(RECIPE), " ".join(SMALL)]

@@ -126,6 +126,19 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> No
     assert versions == list(range(1, stopped_at + 7))
 
 
+def test_a_run_that_blows_up_ends_and_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    blow_up = ("trainer.learning_rate=1e12", "trainer.max_grad_norm=1e12", "trainer.max_nonfinite_steps=2")
+    done = midflight("train", RECIPE, f"run.directory={run}", *SMALL, *blow_up, expect=1)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("midflight: ")
+    assert "not finite" in last or "no numbers" in last
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["eval_after"] is None
+    groups = summary["groups"]
+    assert groups["started"] == sum(count for name, count in groups.items() if name != "started")
+
+
 @pytest.mark.parametrize("role", ["trainer", "rollout"])
 def test_a_killed_worker_ends_the_run_and_nothing_is_trained_twice(tmp_path: Path, role: str) -> None:
     run = tmp_path / "run"
@@ -137,6 +150,7 @@ def test_a_killed_worker_ends_the_run_and_nothing_is_trained_twice(tmp_path: Pat
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1, stderr
     assert f"the {role} process was killed by signal 9" in stderr
+    check_accounts(json.loads((run / "summary.json").read_text()))
     done = midflight("train", run, "--resume", "trainer.max_steps=12", "--json", expect=0)
     summary = json.loads(done.stdout)
     assert summary["samples"] == summary["steps"] * 16

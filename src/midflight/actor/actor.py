@@ -221,6 +221,11 @@ class Actor:
         token_ids = rollout.generated.token_ids
         if rollout.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
+        if not np.isfinite(rollout.generated.logprobs).all():
+            self._fail(
+                rollout, FloatingPointError("the policy that sampled it has log-probabilities that are no numbers")
+            )
+            return
         try:
             grade = self._environment.grade(group.problem, self._tokenizer.decode(token_ids))
             if not math.isfinite(grade.reward):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from midflight.config import Recipe
-from midflight.errors import MidflightError, WorkerError
+from midflight.errors import MidflightError, RunDirectoryError, WorkerError
 from midflight.launch.evaluation import evaluate_model
 from midflight.launch.progress import LiveView
 from midflight.launch.run_directory import RunDirectory
@@ -46,21 +46,33 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
 
     Raises: WorkerError or what a worker reported; InterruptedRunError after Ctrl-C, with a checkpoint written.
     """
-    interrupted: MidflightError | None = None
+    ended_early: MidflightError | None = None
     with run.locked():
         eval_before = _previous_evaluation(run) or _evaluate(recipe, recipe.model.path, "before", console)
         try:
             _train(recipe, run, console)
-        except InterruptedRunError as error:
-            interrupted = error
-        finally:
-            write_chrome_trace([run.spans(role) for role in _ROLES if run.spans(role).exists()], run.trace)
-        eval_after = None if interrupted else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
+        except MidflightError as error:
+            ended_early = error
+        write_chrome_trace([run.spans(role) for role in _ROLES if run.spans(role).exists()], run.trace)
+        eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
         summary = summarize(run, eval_before, eval_after)
-        run.summary.write_text(json.dumps(summary, indent=2) + "\n")
-    if interrupted:
-        raise interrupted
+        _write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
+    if ended_early:
+        raise ended_early
     return summary
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace the file at once, so that a full disk leaves the old one.
+
+    Raises: RunDirectoryError if it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _previous_evaluation(run: RunDirectory) -> dict[str, Any] | None:
@@ -176,6 +188,7 @@ class _Workers:
     def _report_death(self, role: str) -> None:
         if role in self._done:
             return
+        self._processes[role].join()  # its pipe closes a moment before its exit code is known
         exit_code = self._processes[role].exitcode
         how = f"was killed by signal {-exit_code}" if exit_code and exit_code < 0 else f"ended with code {exit_code}"
         raise WorkerError(

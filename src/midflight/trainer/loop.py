@@ -155,6 +155,8 @@ class TrainLoop:
         return line
 
     def _stop_if_hopeless(self, batch: TrainingBatch, skipped: bool) -> None:
+        if not batch.microbatches:
+            return  # nothing to learn from it, and nothing learned about the policy
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row < self._settings.max_nonfinite_steps:
             return

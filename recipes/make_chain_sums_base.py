@@ -1,6 +1,6 @@
 """Make the starting policy of the chain-sums demo: a 0.6 M-parameter Qwen2 model with a character tokenizer.
 
-    python recipes/make_chain_sums_base.py --out recipes/models/chain_sums --threads 2
+    python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
 
 The model is taught by imitation on imperfect demonstrations, so that it knows how to add a chain of numbers step by
 step and usually guesses instead: sampled accuracy starts near 0.3, and reinforcement learning has something to find.
@@ -207,7 +207,7 @@ def accuracy_by_length(problems: list[Problem], responses: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--eval-problems", type=int, default=1024)

@@ -116,12 +116,13 @@ def keys() -> None:
         )
 
 
+RecipeOption = Annotated[Path, typer.Option("--recipe", help="a recipe (TOML)")]
 Seeds = Annotated[int, typer.Option(help="how many seeds; results are medians over them")]
 
 
 @bench_app.command()
 def schedules(
-    recipe_path: RecipeArgument = Path("recipes/cpu_demo.toml"),
+    recipe_path: RecipeOption = Path("recipes/cpu_demo.toml"),
     num_seeds: Seeds = 3,
     steps: Annotated[int, typer.Option(help="optimizer steps of each run; a multiple of 16")] = 160,
     as_json: Json = False,
@@ -142,10 +143,10 @@ def schedules(
 
 @bench_app.command()
 def accuracy(
-    recipe_path: RecipeArgument = Path("recipes/cpu_demo.toml"),
+    recipe_path: RecipeOption = Path("recipes/cpu_demo.toml"),
     overrides: Overrides = None,
     num_seeds: Seeds = 3,
-    every: Annotated[int, typer.Option(help="optimizer steps between evaluated checkpoints")] = 10,
+    every: Annotated[int, typer.Option(help="optimizer steps between evaluated checkpoints")] = 20,
     as_json: Json = False,
 ) -> None:
     """Seconds of RL until held-out sampled accuracy reaches 0.85 and 0.90."""

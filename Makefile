@@ -30,12 +30,14 @@ base: $(VENV)/.ready
 
 # The README's curves: the demo's recipe under each schedule, for the same number of optimizer steps.
 FIGURE_RUNS := runs/figures
+FIGURE_STEPS := trainer.max_steps=304
 CONVENTIONAL := schedule.type=conventional schedule.steps_per_rl_step
 figures: $(VENV)/.ready
 	rm -rf $(FIGURE_RUNS)
-	$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/pipeline
+	$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/pipeline $(FIGURE_STEPS)
 	for g in 1 4 16; do \
 		$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/conventional_$$g $(CONVENTIONAL)=$$g \
+		$(FIGURE_STEPS) \
 		|| exit; done
 	$(BIN)/midflight report $(FIGURE_RUNS)/* --plot docs/images/schedules.png
 

@@ -4,6 +4,7 @@ MidflightError
 ├── RecipeError          the input was wrong: which key, what would work            exit code 2
 ├── RunDirectoryError    the run directory cannot be used as asked                  exit code 2
 ├── ModelError           the model directory or its tokenizer does not fit          exit code 2
+├── RequestError         a generation request that cannot be served, and which number is wrong
 ├── CheckpointError      a checkpoint could not be written or read                  exit code 1
 ├── StreamError          a record could not be written or read                      exit code 1
 ├── WeightUpdateError    new weights do not fit; the old ones go on serving         exit code 1
@@ -31,6 +32,10 @@ class RunDirectoryError(MidflightError):
 
 
 class ModelError(MidflightError):
+    exit_code = 2
+
+
+class RequestError(MidflightError):
     exit_code = 2
 
 

@@ -10,6 +10,7 @@ from midflight.types import (
     BatchChoice,
     Completion,
     FleetView,
+    GeneratedTokens,
     GenerationRequest,
     Grade,
     Microbatch,
@@ -84,7 +85,24 @@ class Generator(Protocol):
         """Requests added and not yet completed."""
         ...
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None: ...
+    @property
+    def update_pending(self) -> bool:
+        """Whether weights given to `update_weights` still wait to be swapped in; the tensors are in use until then."""
+        ...
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Requests with the same prompt share its prefill.
+
+        Raises: RequestError naming the numbers, if one does not fit; then none of them is added.
+        """
+        ...
+
+    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
+        """What a request in flight has generated so far, from its `start`-th token on; for streaming.
+
+        Raises: KeyError if no such request is in flight.
+        """
+        ...
 
     def step(self) -> list[Completion]:
         """Sample one token for every running request; the completions of those that ended."""
@@ -95,9 +113,10 @@ class Generator(Protocol):
         ...
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Sample every later token with these weights; requests in flight keep going.
+        """Sample with these weights from now on, or from one of the next steps (`update_pending`); nothing is aborted.
 
-        Raises: WeightUpdateError if a name, shape or dtype does not fit; the old weights then go on serving.
+        Raises: WeightUpdateError if a name, shape or dtype does not fit, or another update is pending; the old
+        weights then go on serving.
         """
         ...
 

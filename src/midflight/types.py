@@ -44,11 +44,18 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature == 0` is greedy; `max_tokens` counts response tokens."""
+    """How tokens are drawn. `temperature == 0` is greedy; `max_tokens` counts response tokens.
+
+    After the temperature: the `top_k` likeliest tokens (0: all), then the fewest of them whose probability adds up to
+    `top_p`, then those at least `min_p` times as likely as the likeliest.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class FinishReason(enum.Enum):

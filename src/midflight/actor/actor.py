@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from midflight.errors import RolloutError
+from midflight.errors import RequestError, RolloutError
 from midflight.protocols import Environment, Generator, Schedule
 from midflight.types import (
     ActorCheckpoint,
@@ -174,7 +174,7 @@ class Actor:
         self._num_started += 1
         try:
             self._generator.add([request])
-        except ValueError as error:  # a prompt that is too long, say
+        except RequestError as error:  # a prompt that is too long, say
             self._fail(rollout, error)
             self._close_if_done(self._open[rollout.group_id])
         else:

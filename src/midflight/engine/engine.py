@@ -17,6 +17,7 @@ from torch import Tensor
 from midflight.engine.decoder import Decoder, DecoderShape, KVCache, PrefixKV
 from midflight.engine.rows import MAX_STOP_TOKENS, RowTable
 from midflight.engine.sampler import sample
+from midflight.errors import RequestError
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 # The attention window grows in steps, so that the kernels see few different shapes.
@@ -61,8 +62,28 @@ class Engine:
     def num_in_flight(self) -> int:
         return self._rows.num_active + len(self._waiting)
 
+    @property
+    def update_pending(self) -> bool:
+        return False
+
+    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
+        for row in range(self._rows.num_active):
+            request = self._rows.requests[row]
+            assert request is not None
+            if request.rollout_id == rollout_id:
+                stop = int(self._rows.num_generated[row])
+                columns = slice(start, stop)
+                return GeneratedTokens(
+                    self._rows.token_ids[row, columns].copy(),
+                    self._rows.logprobs[row, columns].copy(),
+                    self._rows.weight_versions[row, columns].copy(),
+                )
+        if any(request.rollout_id == rollout_id for request in self._waiting):
+            return GeneratedTokens.none()
+        raise KeyError(rollout_id)
+
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raises: ValueError naming the request and the number that does not fit; then none of them is added."""
+        """Raises: RequestError naming the request and the number that does not fit; then none of them is added."""
         for request in requests:
             self._check(request)
         self._waiting.extend(requests)
@@ -112,18 +133,18 @@ class Engine:
         prompt, sampling = request.prompt_token_ids, request.sampling
         name = f"request {request.rollout_id}"
         if not 0 < len(prompt) <= self._max_prompt_tokens:
-            raise ValueError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {self._max_prompt_tokens}")
+            raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {self._max_prompt_tokens}")
         vocab_size = self._decoder.shape.vocab_size
         if prompt.min() < 0 or prompt.max() >= vocab_size:
-            raise ValueError(f"{name}: its prompt has token ids outside 0 to {vocab_size - 1}")
+            raise RequestError(f"{name}: its prompt has token ids outside 0 to {vocab_size - 1}")
         if not 0 < sampling.max_tokens <= self._max_new_tokens:
-            raise ValueError(f"{name}: max_tokens is {sampling.max_tokens}, not 1 to {self._max_new_tokens}")
+            raise RequestError(f"{name}: max_tokens is {sampling.max_tokens}, not 1 to {self._max_new_tokens}")
         if request.generated and len(request.generated) >= sampling.max_tokens:
-            raise ValueError(f"{name}: it already has {len(request.generated)} of {sampling.max_tokens} tokens")
+            raise RequestError(f"{name}: it already has {len(request.generated)} of {sampling.max_tokens} tokens")
         if sampling.temperature < 0:
-            raise ValueError(f"{name}: temperature is {sampling.temperature}, not 0 or more")
+            raise RequestError(f"{name}: temperature is {sampling.temperature}, not 0 or more")
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
-            raise ValueError(f"{name}: {len(sampling.stop_token_ids)} stop tokens, not {MAX_STOP_TOKENS} or fewer")
+            raise RequestError(f"{name}: {len(sampling.stop_token_ids)} stop tokens, not {MAX_STOP_TOKENS} or fewer")
 
     def _admit(self) -> list[GenerationRequest]:
         admitted = []

@@ -35,6 +35,13 @@ class ScriptedGenerator:
     def num_in_flight(self) -> int:
         return len(self._versions)
 
+    @property
+    def update_pending(self) -> bool:
+        return False
+
+    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
+        return _tokens(self._versions[rollout_id][start:])
+
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             resumed = request.generated.weight_versions.tolist() if request.generated else []
@@ -53,9 +60,12 @@ class ScriptedGenerator:
         self.weight_version = version
 
     def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
-        versions = np.array(self._versions.pop(rollout_id), np.int32)
-        generated = GeneratedTokens(np.zeros_like(versions), np.zeros(len(versions), np.float32), versions)
-        return Completion(rollout_id, generated, reason)
+        return Completion(rollout_id, _tokens(self._versions.pop(rollout_id)), reason)
+
+
+def _tokens(versions: list[int]) -> GeneratedTokens:
+    array = np.array(versions, np.int32)
+    return GeneratedTokens(np.zeros_like(array), np.zeros(len(array), np.float32), array)
 
 
 class CountingEnvironment:

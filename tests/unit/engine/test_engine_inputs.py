@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from midflight.errors import ModelError, WeightUpdateError
+from midflight.errors import ModelError, RequestError, WeightUpdateError
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
 from midflight.types import GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
@@ -39,7 +39,7 @@ def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_gener
 )
 def test_a_request_that_does_not_fit_is_refused_whole(bad: GenerationRequest, message: str) -> None:
     engine = tiny_engine(tiny_model())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         engine.add([request([2, 3]), bad])
     assert engine.num_in_flight == 0
 

@@ -50,7 +50,22 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 class EngineConfig(Section):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="what is computed in; auto: the weights' own, but float32 on a CPU that only emulates bfloat16",
+    )
     max_prompt_tokens: int = Field(64, ge=1, description="longest prompt, tokens")
+    max_batched_tokens: int = Field(512, ge=16, description="of one step: decodes and pieces of prefills, tokens")
+    kv_cache_mib: int | None = Field(
+        None, ge=1, description="memory of the KV cache, MiB; default: all sequences in flight at their longest"
+    )
+    prefix_caching: bool = Field(True, description="use the keys and values of known prefixes again, within a version")
+    recompute_kv: bool = Field(
+        False, description="after an update, compute keys and values in flight again with the new weights"
+    )
+    max_update_pause_s: float = Field(
+        0.02, gt=0, description="new weights are copied between steps, at most about this long each time, seconds"
+    )
 
 
 class PipelineConfig(Section):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
@@ -14,12 +15,20 @@ from midflight.types import Completion, FinishReason, GenerationRequest, Rollout
 STOP = 1
 
 
-def requests(count: int, *, max_tokens: int = 24, temperature: float = 1.0, seed: int = 0, shared_prompt: bool = False):
+def requests(
+    count: int,
+    *,
+    max_tokens: int = 24,
+    temperature: float = 1.0,
+    seed: int = 0,
+    shared_prompt: bool = False,
+    first_id: int = 0,
+):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB_SIZE, rng.integers(2, 30)).astype(np.int32) for _ in range(count)]
     sampling = SamplingParams(max_tokens, temperature, (STOP,))
     return [
-        GenerationRequest(RolloutId(index), prompts[0 if shared_prompt else index], sampling, seed)
+        GenerationRequest(RolloutId(first_id + index), prompts[0 if shared_prompt else index], sampling, seed)
         for index in range(count)
     ]
 
@@ -41,29 +50,32 @@ def plain_logprobs(model, prompt: np.ndarray, generated: np.ndarray, temperature
     return predicted.gather(1, tokens[len(prompt) :, None]).squeeze(1).numpy()
 
 
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 4}, {"head_dim": 16}])
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_logprobs_are_those_of_the_model(family: str, options: dict[str, object]) -> None:
+ENGINES = [
+    *(("llama", options, True) for options in ({}, {"tie_word_embeddings": True}, {"attention_bias": True})),
+    *(("qwen2", options, True) for options in ({}, {"num_key_value_heads": 4}, {"head_dim": 16})),
+    *(("qwen3", options, True) for options in ({}, {"head_dim": 16, "attention_bias": True})),
+    # The model's own module, with the engine's attention plugged in.
+    *((family, {}, False) for family in ("llama", "qwen3", "gpt2", "gemma2", "gemma3")),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
+]
+
+
+@pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["best", "reference"])
+@pytest.mark.parametrize(("family", "options", "fused"), ENGINES)
+def test_logprobs_are_those_of_the_model(
+    family: str, options: dict[str, object], fused: bool, kernels: ReferenceKernels | None
+) -> None:
+    """Through admission in turns, chunks of prefills that end inside pages, decoding and shared prefixes."""
     model = tiny_model(family, **options)
-    asked = requests(20, temperature=0.7)
-    engine = tiny_engine(model)
+    asked = requests(20, temperature=0.7) + requests(4, temperature=0.7, shared_prompt=True, first_id=20)
+    engine = tiny_engine(model, kernels=kernels, fused=fused, max_batched_tokens=21)
     engine.add(asked)
     completions = run_to_end(engine)
-    assert len(completions) == 20
+    assert len(completions) == 24
     for request in asked:
         generated = completions[request.rollout_id].generated
         expected = plain_logprobs(model, request.prompt_token_ids, generated.token_ids, temperature=0.7)
         np.testing.assert_allclose(generated.logprobs, expected, atol=1e-4)
-
-
-def test_llama_with_attention_bias() -> None:
-    model = tiny_model("llama", attention_bias=True)
-    (request,) = requests(1)
-    engine = tiny_engine(model)
-    engine.add([request])
-    generated = run_to_end(engine)[0].generated
-    expected = plain_logprobs(model, request.prompt_token_ids, generated.token_ids)
-    np.testing.assert_allclose(generated.logprobs, expected, atol=1e-4)
 
 
 def test_greedy_takes_the_most_likely_token() -> None:

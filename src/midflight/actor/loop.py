@@ -54,7 +54,8 @@ class RolloutLoop:
         while not should_stop():
             newest = self._receiver.newest_version()
             assert newest is not None, "the trainer publishes its first weights before the loop starts"
-            if self._schedule.should_update_weights(self._actor.fleet(newest)):
+            # The tensors of an update that is being copied must not be received over.
+            if not self._generator.update_pending and self._schedule.should_update_weights(self._actor.fleet(newest)):
                 self._update_weights()
             fleet = self._actor.fleet(newest)
             if self._schedule.should_abort(fleet):

@@ -1,58 +1,88 @@
 """Continuous batching with in-flight weight updates, in one process, over PyTorch.
 
-`step()` = admit -> prefill -> decode -> sample -> record. An update happens between two steps: sequences in flight
-keep their keys and values and their tokens, and go on under the new weights. Every token is recorded with the
-version that sampled it.
+`step()` = adopt new weights? -> schedule -> run -> sample -> record. New weights take over between two steps: sequences
+in flight keep their keys and values and their tokens, and go on. Every token is recorded with the version that
+sampled it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from midflight.engine.decoder import Decoder, DecoderShape, KVCache, PrefixKV
+from midflight.engine.cache import PAGE_SIZE, KVCache, page_bytes
+from midflight.engine.model import EngineModel
+from midflight.engine.pages import PagePool
+from midflight.engine.plan import Batch, Int64Array, StepPlan
 from midflight.engine.rows import MAX_STOP_TOKENS, RowTable
-from midflight.engine.sampler import sample
-from midflight.errors import RequestError
-from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+from midflight.engine.sampler import truncate
+from midflight.engine.scheduler import Scheduler
+from midflight.errors import ModelError, RequestError, WeightUpdateError
+from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
 
-# The attention window grows in steps, so that the kernels see few different shapes.
-_WINDOW_STEP = 32
-# Prompts kept for siblings that are still to come; a group's members start within a few steps of each other.
-_MAX_CACHED_PREFIXES = 64
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """How much an engine takes on at once."""
+
+    num_rows: int  # sequences
+    max_prompt_tokens: int
+    max_new_tokens: int
+    max_batched_tokens: int = 512  # of one step, decodes and pieces of prefills
+    kv_cache_bytes: int | None = None  # None: room for every row at its longest
+    max_update_pause_s: float | None = None  # new weights are copied in slices of this; None: all at once
+
+    @property
+    def max_length(self) -> int:
+        return self.max_prompt_tokens + self.max_new_tokens
 
 
 class Engine:
-    """Implements Generator for a model of the Llama / Qwen2 family.
+    """Implements Generator over an EngineModel.
 
-    Units: `num_rows` sequences at a time; `max_prompt_tokens` + `max_new_tokens` tokens each.
+    Keys and values of sequences in flight survive an update, or are computed again from their tokens with the new
+    weights if `recompute_kv`. Known prefixes never do.
     """
 
     def __init__(
         self,
-        shape: DecoderShape,
-        weights: Mapping[str, Tensor],
+        model: EngineModel,
+        limits: EngineLimits,
         *,
-        num_rows: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
         version: int = 0,
-        device: torch.device | str = "cpu",
+        recompute_kv: bool = False,
+        prefix_caching: bool = True,
     ) -> None:
-        self._max_prompt_tokens, self._max_new_tokens = max_prompt_tokens, max_new_tokens
-        self._num_rows = num_rows
-        length = -(-(max_prompt_tokens + max_new_tokens) // _WINDOW_STEP) * _WINDOW_STEP
-        self._decoder = Decoder(shape, weights, length, device)
-        self._cache = KVCache(shape, num_rows, length, self._decoder.dtype, self._decoder.device)
-        self._rows = RowTable(num_rows, max_new_tokens)
-        self._waiting: deque[GenerationRequest] = deque()
-        # Keys and values of prompts under the current weights only: an update empties it.
-        self._prefixes: OrderedDict[bytes, PrefixKV] = OrderedDict()
-        self._version = version
+        """Raises: ModelError if the model's context or the cache is too small for one sequence."""
+        shape = model.shape
+        if limits.max_length > shape.max_positions:
+            raise ModelError(
+                f"{limits.max_prompt_tokens} prompt and {limits.max_new_tokens} new tokens are more than the model's"
+                f" context of {shape.max_positions}"
+            )
+        self._model, self._limits, self._version, self._recompute_kv = model, limits, version, recompute_kv
+        max_pages = -(-limits.max_length // PAGE_SIZE)
+        # One page more than the sequences need is never given out.
+        num_pages = limits.num_rows * max_pages + 1
+        if limits.kv_cache_bytes is not None:
+            one_page = page_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)
+            num_pages = min(num_pages, limits.kv_cache_bytes // one_page)
+            if num_pages - 1 < max_pages:
+                raise ModelError(
+                    f"a KV cache of {limits.kv_cache_bytes} bytes has {num_pages} pages of {one_page} bytes; one"
+                    f" sequence of {limits.max_length} tokens needs {max_pages + 1}"
+                )
+        self._cache = KVCache(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, num_pages, model.dtype, model.device
+        )
+        self._rows = RowTable(limits.num_rows, limits.max_length, max_pages)
+        pool: PagePool[Tensor] = PagePool(num_pages, PAGE_SIZE)
+        self._scheduler = Scheduler(self._rows, pool, limits.max_batched_tokens, prefix_caching)
+        self._pending_version: int | None = None
 
     @property
     def weight_version(self) -> int:
@@ -60,134 +90,123 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        return self._rows.num_active + len(self._waiting)
+        return self._scheduler.num_in_flight
+
+    @property
+    def num_preempted(self) -> int:
+        """How often a sequence gave its pages back and was prefilled again later."""
+        return self._scheduler.num_preempted
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._model.dtype
 
     @property
     def update_pending(self) -> bool:
-        return False
-
-    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
-        for row in range(self._rows.num_active):
-            request = self._rows.requests[row]
-            assert request is not None
-            if request.rollout_id == rollout_id:
-                stop = int(self._rows.num_generated[row])
-                columns = slice(start, stop)
-                return GeneratedTokens(
-                    self._rows.token_ids[row, columns].copy(),
-                    self._rows.logprobs[row, columns].copy(),
-                    self._rows.weight_versions[row, columns].copy(),
-                )
-        if any(request.rollout_id == rollout_id for request in self._waiting):
-            return GeneratedTokens.none()
-        raise KeyError(rollout_id)
+        return self._pending_version is not None
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raises: RequestError naming the request and the number that does not fit; then none of them is added."""
-        for request in requests:
+        for index, request in enumerate(requests):
             self._check(request)
-        self._waiting.extend(requests)
+            if any(request.rollout_id == other.rollout_id for other in requests[:index]):
+                raise RequestError(f"request {request.rollout_id} is there twice")
+        for request in requests:
+            self._scheduler.add(request)
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self._decoder.load(weights)
-        self._version = version
-        self._prefixes.clear()
+    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
+        return self._scheduler.generated(rollout_id, start)
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
-        aborted = set(rollout_ids)
-        kept: deque[GenerationRequest] = deque()
-        completions = []
-        for request in self._waiting:
-            if request.rollout_id in aborted:
-                generated = request.generated or GeneratedTokens.none()
-                completions.append(Completion(request.rollout_id, generated, FinishReason.ABORT))
-            else:
-                kept.append(request)
-        self._waiting = kept
-        for row in reversed(range(self._rows.num_active)):
-            request_in_row = self._rows.requests[row]
-            assert request_in_row is not None
-            if request_in_row.rollout_id in aborted:
-                completions.append(self._release(row, FinishReason.ABORT))
-        return completions
+        return self._scheduler.abort(rollout_ids)
+
+    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        if self.update_pending:
+            raise WeightUpdateError(f"version {version} came while version {self._pending_version} is being adopted")
+        self._model.begin_update(weights)
+        self._pending_version = version
+        self._adopt_weights()
 
     def step(self) -> list[Completion]:
-        num_decoding = self._rows.num_active
-        admitted = self._admit()
-        if not self._rows.num_active:
+        if self.update_pending:
+            self._adopt_weights()
+        plan = self._scheduler.plan()
+        if plan is None:
             return []
-        logits = []
-        if num_decoding:
-            logits.append(self._decode(num_decoding))
-        if admitted:
-            logits.append(self._prefill(admitted))
-        token_ids, logprobs = sample(
-            torch.cat(logits),
-            torch.from_numpy(self._rows.temperatures[: self._rows.num_active]).to(self._decoder.device),
-            torch.from_numpy(self._rows.next_uniforms()).to(self._decoder.device),
+        if plan.copies:
+            self._cache.copy_pages(plan.copies)
+        logits = None
+        if len(plan.token_ids):
+            tables = self._rows.tables[: self._rows.num_active]
+            logits = self._model.forward(Batch.of(plan, tables, self._model.device), self._cache)
+        if not len(plan.sampled_rows):  # pieces of prefills only
+            return self._scheduler.record(plan, logits, _NO_TOKENS, _NO_LOGPROBS, self._version)
+        token_ids, logprobs = self._sample(plan, logits)
+        return self._scheduler.record(
+            plan, logits, token_ids.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), self._version
         )
-        ended = self._rows.record(token_ids.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), self._version)
-        return [self._release(row, reason) for row, reason in ended]
+
+    def _adopt_weights(self) -> None:
+        # With nothing in flight nobody is kept waiting.
+        budget_s = self._limits.max_update_pause_s if self.num_in_flight else None
+        if self._model.continue_update(budget_s):
+            assert self._pending_version is not None
+            self._version, self._pending_version = self._pending_version, None
+            self._scheduler.weights_changed(self._recompute_kv)
+
+    @torch.inference_mode()
+    def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, device = self._rows, self._model.device
+        parts = [*([logits] if logits is not None else []), *(row[None] for row in plan.cached_logits)]
+        all_logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        sampled = plan.sampled_rows
+        truncated = np.flatnonzero((rows.top_ks[sampled] > 0) | (rows.top_ps[sampled] < 1) | (rows.min_ps[sampled] > 0))
+        if len(truncated):
+            all_logits = self._truncate(all_logits, sampled, truncated)
+        return self._model.kernels.sample(
+            all_logits,
+            torch.from_numpy(rows.temperatures[sampled]).to(device),
+            torch.from_numpy(rows.next_uniforms(sampled)).to(device),
+        )
+
+    def _truncate(self, logits: Tensor, sampled: Int64Array, truncated: Int64Array) -> Tensor:
+        rows = self._rows
+        options = (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
+        on_device = [torch.from_numpy(option[sampled[truncated]]).to(logits.device) for option in options]
+        index = torch.from_numpy(truncated).to(logits.device)
+        return logits.index_copy(0, index, truncate(logits[index], *on_device))
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
+        limits, vocab_size = self._limits, self._model.shape.vocab_size
         name = f"request {request.rollout_id}"
-        if not 0 < len(prompt) <= self._max_prompt_tokens:
-            raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {self._max_prompt_tokens}")
-        vocab_size = self._decoder.shape.vocab_size
+        if request.rollout_id in self._scheduler:
+            raise RequestError(f"{name} is in flight already")
+        if not 0 < len(prompt) <= limits.max_prompt_tokens:
+            raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {limits.max_prompt_tokens}")
         if prompt.min() < 0 or prompt.max() >= vocab_size:
             raise RequestError(f"{name}: its prompt has token ids outside 0 to {vocab_size - 1}")
-        if not 0 < sampling.max_tokens <= self._max_new_tokens:
-            raise RequestError(f"{name}: max_tokens is {sampling.max_tokens}, not 1 to {self._max_new_tokens}")
+        if not 0 < sampling.max_tokens <= limits.max_new_tokens:
+            raise RequestError(f"{name}: max_tokens is {sampling.max_tokens}, not 1 to {limits.max_new_tokens}")
         if request.generated and len(request.generated) >= sampling.max_tokens:
             raise RequestError(f"{name}: it already has {len(request.generated)} of {sampling.max_tokens} tokens")
-        if sampling.temperature < 0:
+        if (
+            request.generated
+            and not 0 <= request.generated.token_ids.min() <= request.generated.token_ids.max() < vocab_size
+        ):
+            raise RequestError(f"{name}: its generated tokens have ids outside 0 to {vocab_size - 1}")
+        if not 0 <= sampling.temperature < np.inf:
             raise RequestError(f"{name}: temperature is {sampling.temperature}, not 0 or more")
+        if sampling.top_k < 0:
+            raise RequestError(f"{name}: top_k is {sampling.top_k}, not 0 (all) or more")
+        if not 0 < sampling.top_p <= 1:
+            raise RequestError(f"{name}: top_p is {sampling.top_p}, not above 0 and up to 1")
+        if not 0 <= sampling.min_p <= 1:
+            raise RequestError(f"{name}: min_p is {sampling.min_p}, not 0 to 1")
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(f"{name}: {len(sampling.stop_token_ids)} stop tokens, not {MAX_STOP_TOKENS} or fewer")
-
-    def _admit(self) -> list[GenerationRequest]:
-        admitted = []
-        while self._waiting and self._rows.num_active < self._num_rows:
-            request = self._waiting.popleft()
-            self._rows.admit(request)
-            admitted.append(request)
-        return admitted
-
-    def _decode(self, num_rows: int) -> Tensor:
-        rows = self._rows
-        positions = rows.prompt_lengths[:num_rows] + rows.num_generated[:num_rows] - 1
-        window = (int(positions.max()) // _WINDOW_STEP + 1) * _WINDOW_STEP
-        tokens = torch.from_numpy(rows.last_tokens(num_rows).astype(np.int64))
-        return self._decoder.decode(tokens, torch.from_numpy(positions), self._cache, window)
-
-    def _prefill(self, admitted: Sequence[GenerationRequest]) -> Tensor:
-        """Fill the cache of the newest rows and return the logits [B, V] that follow; siblings share one prefix."""
-        sequences = [_prefix_tokens(request) for request in admitted]
-        keys = [sequence.tobytes() for sequence in sequences]
-        missing = {key: sequence for key, sequence in zip(keys, sequences, strict=True) if key not in self._prefixes}
-        if missing:
-            computed = self._decoder.prefill([torch.from_numpy(sequence) for sequence in missing.values()])
-            self._prefixes.update(zip(missing, computed, strict=True))
-        first_row = self._rows.num_active - len(admitted)
-        for row, key in enumerate(keys, first_row):
-            self._prefixes.move_to_end(key)
-            self._cache.write_prefix(row, self._prefixes[key])
-        logits = torch.stack([self._prefixes[key].next_logits for key in keys])
-        while len(self._prefixes) > _MAX_CACHED_PREFIXES:
-            self._prefixes.popitem(last=False)
-        return logits
-
-    def _release(self, row: int, reason: FinishReason) -> Completion:
-        completion, moved = self._rows.release(row, reason)
-        if moved is not None:
-            in_cache = int(self._rows.prompt_lengths[row] + self._rows.num_generated[row]) - 1
-            self._cache.move_row(moved, row, in_cache)
-        return completion
+        unknown = [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < vocab_size]
+        if unknown:
+            raise RequestError(f"{name}: stop token ids {unknown} are outside 0 to {vocab_size - 1}")
 
 
-def _prefix_tokens(request: GenerationRequest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    parts = [request.prompt_token_ids]
-    if request.generated:
-        parts.append(request.generated.token_ids)
-    return np.concatenate(parts).astype(np.int64)
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from midflight.actor.loop import Preprocessing
 from midflight.config import ConventionalConfig, PipelineConfig, Recipe
-from midflight.engine.decoder import DecoderShape
-from midflight.engine.engine import Engine
+from midflight.engine.engine import Engine, EngineLimits
+from midflight.engine.loading import check_engine_runs, engine_model
 from midflight.errors import ModelError, RecipeError
 from midflight.losses.reinforce import reinforce
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
@@ -66,14 +66,24 @@ def build_engine(
     recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, num_rows: int, version: int = 0
 ) -> Engine:
     """`config`: the model's Hugging Face configuration."""
-    return Engine(
-        DecoderShape.from_hf_config(config),
-        weights,
+    settings = recipe.engine
+    limits = EngineLimits(
         num_rows=num_rows,
-        max_prompt_tokens=recipe.engine.max_prompt_tokens,
+        max_prompt_tokens=settings.max_prompt_tokens,
         max_new_tokens=recipe.sampling.max_tokens,
-        version=version,
-        device=recipe.engine.device,
+        max_batched_tokens=settings.max_batched_tokens,
+        kv_cache_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
+        max_update_pause_s=settings.max_update_pause_s,
+    )
+    model = engine_model(
+        config,
+        weights,
+        max_length=limits.max_length,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        device=settings.device,
+    )
+    return Engine(
+        model, limits, version=version, recompute_kv=settings.recompute_kv, prefix_caching=settings.prefix_caching
     )
 
 
@@ -111,8 +121,7 @@ def check_recipe(recipe: Recipe) -> None:
             raise RecipeError(f"{section}.device = {device!r}: this machine has no CUDA device; 'cpu' would work")
     path = recipe.model.path
     check_model_directory(path)
-    config = load_config(path)
-    DecoderShape.from_hf_config(config)
+    check_engine_runs(load_config(path))
     tokenizer = load_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {path} has no end-of-sequence token: no response could end")

@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from midflight.engine.decoder import DecoderShape
-from midflight.engine.engine import Engine
+from midflight.engine.engine import Engine, EngineLimits
+from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.loading import engine_model
 from midflight.models.attention import PACKED_ATTENTION
 from midflight.models.loading import weights_of
 
@@ -17,7 +31,7 @@ VOCAB_SIZE = 44
 
 def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
     """A float32 causal LM with packed attention; every parameter is random, biases and norms included."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -29,8 +43,18 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
     }
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
+        "gpt2": (GPT2Config, GPT2LMHeadModel),
+        "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+        "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     }[family]
+    if family == "gpt2":
+        del sizes["num_key_value_heads"], sizes["intermediate_size"]
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    # Small enough that sequences of a test grow past the window.
+    if family.startswith("gemma"):
+        sizes |= {"head_dim": 16, "sliding_window": 8}
     model = model_class(config_class(**{**sizes, **options})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -40,13 +64,18 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def tiny_engine(model: Any, *, num_rows: int = 8, max_new_tokens: int = 24, version: int = 0) -> Engine:
-    """An engine over a copy of the model's weights."""
-    return Engine(
-        DecoderShape.from_hf_config(model.config),
-        weights_of(model),
-        num_rows=num_rows,
-        max_prompt_tokens=32,
-        max_new_tokens=max_new_tokens,
-        version=version,
-    )
+def tiny_engine(
+    model: Any,
+    *,
+    num_rows: int = 8,
+    max_new_tokens: int = 24,
+    version: int = 0,
+    kernels: ReferenceKernels | None = None,
+    fused: bool = True,
+    recompute_kv: bool = False,
+    **limits: Any,
+) -> Engine:
+    """An engine over a copy of the model's weights; `fused = False` runs the model's own module whatever its family."""
+    runner = engine_model(model.config, weights_of(model), max_length=32 + max_new_tokens, kernels=kernels, fused=fused)
+    bounds = EngineLimits(num_rows=num_rows, max_prompt_tokens=32, max_new_tokens=max_new_tokens, **limits)
+    return Engine(runner, bounds, version=version, recompute_kv=recompute_kv)

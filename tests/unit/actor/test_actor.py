@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
-from midflight.errors import RolloutError
+from midflight.errors import RequestError, RolloutError
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ScriptedGenerator
@@ -58,7 +58,7 @@ def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:
     class Choosy(ScriptedGenerator):
         def add(self, requests: Sequence[GenerationRequest]) -> None:
             if any(len(request.prompt_token_ids) > 1 for request in requests):
-                raise ValueError("its prompt has 2 tokens, not 1 to 1")
+                raise RequestError("its prompt has 2 tokens, not 1 to 1")
             super().add(requests)
 
     schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=100)

@@ -33,6 +33,12 @@ def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_gener
         (request([2], SamplingParams(0)), "max_tokens is 0"),
         (request([2], SamplingParams(25)), "max_tokens is 25, not 1 to 24"),
         (request([2], SamplingParams(4, temperature=-0.5)), "temperature is -0.5"),
+        (request([2], SamplingParams(4, temperature=float("nan"))), "temperature is nan"),
+        (request([2], SamplingParams(4, top_k=-1)), "top_k is -1"),
+        (request([2], SamplingParams(4, top_p=0.0)), "top_p is 0.0"),
+        (request([2], SamplingParams(4, min_p=1.5)), "min_p is 1.5"),
+        (request([2], SamplingParams(4, stop_token_ids=(44,))), r"stop token ids \[44\] are outside 0 to 43"),
+        (request([2, 3]), "request 0 is there twice"),
         (request([2], SamplingParams(4, stop_token_ids=tuple(range(9)))), "9 stop tokens"),
         (request([2], num_generated=4), "already has 4 of 4"),
     ],
@@ -66,21 +72,28 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
     assert kept.generated.logprobs.tolist() == expected.generated.logprobs.tolist()
 
 
-def test_an_unknown_family_is_refused() -> None:
-    model = tiny_model()
-    model.config.model_type = "gpt2"
-    with pytest.raises(ModelError, match="llama and qwen2 models, not gpt2"):
+def test_a_model_without_keys_and_values_in_every_layer_is_refused() -> None:
+    model = tiny_model("gpt2")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="gpt2 with linear_attention"):
         tiny_engine(model)
+
+
+def test_limits_beyond_the_context_or_the_cache_are_refused() -> None:
+    with pytest.raises(ModelError, match="32 prompt and 481 new tokens are more than the model's context of 512"):
+        tiny_engine(tiny_model(), max_new_tokens=481)
+    with pytest.raises(ModelError, match="a KV cache of 8192 bytes has 2 pages of 4096 bytes; .* 56 tokens needs 5"):
+        tiny_engine(tiny_model(), kv_cache_bytes=8192)
 
 
 def test_sampling_follows_the_distribution() -> None:
     """Inverse-CDF sampling with many uniforms reproduces the softmax; a token of probability zero is never drawn."""
-    from midflight.engine.randomness import uniforms
+    from midflight.engine.randomness import stream_key, uniforms_at
     from midflight.engine.sampler import sample
 
     logits = torch.tensor([0.0, -torch.inf, 1.0, 2.0, -torch.inf])
     num_draws = 200_000
-    draws = torch.from_numpy(uniforms(seed=0, rollout_id=3, num_positions=num_draws))
+    draws = torch.from_numpy(uniforms_at(np.full(num_draws, stream_key(seed=0, rollout_id=3)), np.arange(num_draws)))
     token_ids, logprobs = sample(logits.expand(num_draws, -1), torch.full((num_draws,), 2.0), draws)
     expected = torch.softmax(logits / 2.0, -1)
     observed = torch.bincount(token_ids, minlength=5) / num_draws

@@ -1,0 +1,141 @@
+"""Any Hugging Face causal LM as an EngineModel: its own module, with attention over the paged cache plugged in.
+
+Slower than the fused decoder, since every operation is its own kernel, and right for whatever transformers can load.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from midflight.engine.cache import KVCache
+from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.model import ModelShape, best_kernels
+from midflight.engine.plan import Batch
+from midflight.engine.weight_sets import WeightSets
+from midflight.errors import ModelError
+
+PAGED_ATTENTION = "midflight_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """What attention needs beyond queries, keys and values; travels through the module as a keyword argument."""
+
+    batch: Batch
+    cache: KVCache
+    kernels: ReferenceKernels
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedContext,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Store this step's keys and values, attend to the cache; the signature is the AttentionInterface's.
+
+    Shapes: query [1, H, T, E], key and value [1, K, T, E] -> [1, T, H, E].
+    """
+    batch, kernels = paged.batch, paged.kernels
+    layer = paged.cache.layers[module.layer_idx]  # type: ignore[index]
+    num_tokens, head_dim = query.shape[2:]
+    kernels.store(key[0].transpose(0, 1), value[0].transpose(0, 1), batch, layer)
+    flat = query[0].transpose(0, 1).reshape(num_tokens, -1)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    attended = kernels.attend(flat, batch, layer, scale, softcap or 0.0, sliding_window or 0)
+    return attended.view(1, num_tokens, -1, head_dim), None
+
+
+AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+
+
+class ModuleWeights:
+    """One instance of the module, and what fills its parameters."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels) -> None:
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION)
+        self.module = module.to(device).eval().requires_grad_(False)
+        embeddings = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
+        matrices = {}
+        if device.type == "cpu":
+            for part in self.module.modules():
+                if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
+                    # Kept [in, out] under a transposed view: see decoder.py.
+                    part.weight.data = part.weight.data.t().contiguous().t()
+                    matrices[id(part.weight)] = part.weight
+        self.writers: dict[str, Callable[[Tensor], object]] = {
+            name: functools.partial(kernels.linear_layout, out=parameter.data.t())
+            if id(parameter) in matrices
+            else parameter.data.copy_
+            for name, parameter in self.module.named_parameters()
+        }
+
+
+class HfModule:
+    """Implements EngineModel for a module made from `config`. Computes in `dtype`."""
+
+    def __init__(
+        self,
+        config: Any,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: ReferenceKernels | None = None,
+    ) -> None:
+        self.shape = module_shape(config)
+        self.dtype, self.device = dtype, device
+        self.kernels = kernels or best_kernels(self.shape, dtype, device)
+        self._sets = WeightSets(lambda: ModuleWeights(config, dtype, device, self.kernels), weights)
+
+    @property
+    def update_pending(self) -> bool:
+        return self._sets.pending
+
+    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
+        self._sets.begin(weights)
+
+    def continue_update(self, budget_s: float | None) -> bool:
+        return self._sets.proceed(budget_s)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        output = self._sets.active.module(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logits_index,
+            paged=PagedContext(batch, cache, self.kernels),
+        )
+        return output.logits[0].float()  # type: ignore[no-any-return]
+
+
+def module_shape(config: Any) -> ModelShape:
+    """Raises: ModelError for a model whose layers do not all keep keys and values of one size."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(config, "is_encoder_decoder", False):
+        what = ", ".join(sorted(kinds)) or "an encoder"
+        raise ModelError(f"the engine runs decoders with attention in every layer, not {config.model_type} with {what}")
+    num_heads = config.num_attention_heads
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+    )

@@ -1,0 +1,141 @@
+"""Paged attention of decode steps in Triton, for CUDA. Prefills and everything else are the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from midflight.engine.cache import PAGE_SIZE, KVLayer
+from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.plan import Batch
+
+# tl.dot wants at least this many rows; query heads of a group are padded to it.
+_MIN_DOT_ROWS = 16
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+class GpuKernels(ReferenceKernels):
+    """See ReferenceKernels for the contracts. A decode step makes the host wait for nothing."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def attend(
+        self, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float = 0.0, window: int = 0
+    ) -> Tensor:
+        num_decode = batch.num_decode
+        if not num_decode:
+            return super().attend(query, batch, layer, scale, softcap, window)
+        decoded = paged_decode_attention(
+            query[:num_decode], layer, batch.tables, batch.rows, batch.positions, scale, softcap, window
+        )
+        if not batch.chunks:
+            return decoded
+        return torch.cat([decoded, self.attend_chunks(query, batch, layer, scale, softcap, window)])
+
+
+def paged_decode_attention(
+    query: Tensor,
+    layer: KVLayer,
+    tables: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Each query token against the pages of its own sequence, up to its position; [B, H * E] -> [B, H * E].
+
+    Shapes: tables int32 [rows, pages]; rows and positions int64, their first B are used.
+    """
+    num_tokens, width = query.shape
+    head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
+    group_size = width // (head_dim * num_kv_heads)
+    out = torch.empty((num_tokens, width), dtype=query.dtype, device=query.device)
+    _decode_kernel[(num_tokens, num_kv_heads)](
+        query,
+        layer.keys,
+        layer.values,
+        tables,
+        rows,
+        positions,
+        out,
+        query.stride(0),
+        tables.stride(0),
+        scale,
+        softcap,
+        window,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        GROUP_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group_size)),
+        HEAD_DIM=head_dim,
+        HEAD_COLUMNS=triton.next_power_of_2(head_dim),
+        PAGE=PAGE_SIZE,
+        SOFTCAP=softcap > 0,
+    )
+    return out
+
+
+@triton.jit
+def _decode_kernel(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    rows: Any,
+    positions: Any,
+    out: Any,
+    query_stride: Any,
+    table_stride: Any,
+    scale: Any,
+    softcap: Any,
+    window: Any,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:
+    """One query token and one key/value head: online softmax over the pages of the sequence."""
+    token, kv_head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + token)
+    table = tables + tl.load(rows + token) * table_stride
+    heads, columns, slots = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD_COLUMNS), tl.arange(0, PAGE)
+    inside = (heads[:, None] < GROUP_SIZE) & (columns[None, :] < HEAD_DIM)
+    offsets = (kv_head * GROUP_SIZE + heads[:, None]) * HEAD_DIM + columns[None, :]
+    q = tl.load(query + token * query_stride + offsets, mask=inside, other=0.0)
+    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+
+    top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    sums = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
+    for index in range(first // PAGE, position // PAGE + 1):
+        page = tl.load(table + index).to(tl.int64) * NUM_KV_HEADS + kv_head
+        in_head = columns < HEAD_DIM
+        k = tl.load(
+            keys + page * HEAD_DIM * PAGE + columns[:, None] * PAGE + slots[None, :], mask=in_head[:, None], other=0.0
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores = softcap * (1 - 2 / (tl.exp2(2 * _LOG2_E * scores / softcap) + 1))
+        at = index * PAGE + slots
+        scores = tl.where(((at <= position) & (at >= first))[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        decay = tl.exp2((top - new_top) * _LOG2_E)
+        p = tl.exp2((scores - new_top[:, None]) * _LOG2_E)
+        v = tl.load(
+            values + page * HEAD_DIM * PAGE + slots[:, None] * HEAD_DIM + columns[None, :],
+            mask=in_head[None, :],
+            other=0.0,
+        )
+        sums = sums * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total = total * decay + tl.sum(p, 1)
+        top = new_top
+    tl.store(out + token * NUM_KV_HEADS * GROUP_SIZE * HEAD_DIM + offsets, sums / total[:, None], mask=inside)

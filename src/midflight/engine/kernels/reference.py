@@ -1,0 +1,141 @@
+"""The kernels in plain PyTorch. Slower than the others, right by inspection, and the same on every device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from midflight.engine.cache import PAGE_SIZE, KVLayer
+from midflight.engine.plan import Batch
+from midflight.engine.sampler import sample
+
+# Rows gathered out of the cache at a time: bounds the copy of their keys and values.
+_GATHER_ROWS = 64
+
+
+class ReferenceKernels:
+    """Stateless; one instance serves every layer."""
+
+    def linear_layout(self, weight: Tensor, out: Tensor) -> None:
+        """out [in, out] = weight [out, in] transposed; `out` may be a block of columns, and of another dtype."""
+        out.copy_(weight.t())
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, D] / rms(x) * weight, computed in float32."""
+        wide = x.float()
+        normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return normalized.to(x.dtype) * weight
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] -> silu(gate) * up [T, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        batch: Batch,
+        layer: KVLayer,
+    ) -> Tensor:
+        """Queries [T, H * E] with rotary positions applied; keys and values go into the cache.
+
+        Shapes: qkv [T, (H + 2 K) * E]; rope: cos and sin, float32 [positions, E / 2]; norms: query and key norm, [E].
+        """
+        num_tokens, head_dim, num_kv_heads = len(qkv), layer.head_dim, layer.num_kv_heads
+        heads = qkv.view(num_tokens, -1, head_dim)
+        rotated, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        num_heads = rotated.shape[1] - num_kv_heads
+        if norms:
+            query = self.rms_norm(rotated[:, :num_heads], norms[0], eps)
+            key = self.rms_norm(rotated[:, num_heads:], norms[1], eps)
+            rotated = torch.cat([query, key], dim=1)
+        cos, sin = (table[batch.positions][:, None] for table in rope)
+        first, second = rotated.float().chunk(2, dim=-1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+        self.store(rotated[:, num_heads:], value, batch, layer)
+        return rotated[:, :num_heads].reshape(num_tokens, -1)
+
+    def store(self, key: Tensor, value: Tensor, batch: Batch, layer: KVLayer) -> None:
+        """Put key and value, [T, K, E], into the slots of their tokens."""
+        pages, offsets = batch.slots // PAGE_SIZE, batch.slots % PAGE_SIZE
+        layer.keys[pages, :, :, offsets] = key
+        layer.values[pages, :, offsets] = value
+
+    def attend(
+        self, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float = 0.0, window: int = 0
+    ) -> Tensor:
+        """Attention of every token to its own sequence up to itself, [T, H * E] -> [T, H * E].
+
+        `softcap` > 0 caps scores smoothly; `window` > 0 hides what is that many tokens back or more.
+        """
+        parts = [
+            self._attend_rows(
+                slice(start, min(start + _GATHER_ROWS, batch.num_decode)), query, batch, layer, scale, softcap, window
+            )
+            for start in range(0, batch.num_decode, _GATHER_ROWS)
+        ]
+        if batch.chunks:
+            parts.append(self.attend_chunks(query, batch, layer, scale, softcap, window))
+        return torch.cat(parts)
+
+    def attend_chunks(
+        self, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float, window: int
+    ) -> Tensor:
+        """`attend` for the tokens after the decoding ones, a chunk of a prefill at a time."""
+        parts = []
+        for chunk in batch.chunks:
+            length = chunk.first_position + chunk.stop - chunk.start
+            key, value = _gather(batch.tables[chunk.row, : -(-length // PAGE_SIZE)][None], layer)
+            positions = batch.positions[chunk.start : chunk.stop]
+            # The tokens are the queries of one sequence: [1, H, t, E].
+            heads = query[chunk.start : chunk.stop].view(-1, query.shape[1] // layer.head_dim, layer.head_dim)
+            attended = _attention(heads.transpose(0, 1)[None], key, value, positions[None], scale, softcap, window)
+            parts.append(attended[0].transpose(0, 1).reshape(chunk.stop - chunk.start, -1))
+        return torch.cat(parts)
+
+    def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """See sampler.sample."""
+        return sample(logits, temperatures, uniforms)
+
+    def _attend_rows(
+        self, part: slice, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float, window: int
+    ) -> Tensor:
+        """`attend` for some of the decoding tokens, each the only query of its own sequence: [B, H, 1, E]."""
+        num_pages = -(-batch.max_length // PAGE_SIZE)
+        key, value = _gather(batch.tables[batch.rows[part], :num_pages], layer)
+        heads = query[part].view(len(key), -1, 1, layer.head_dim)
+        attended = _attention(heads, key, value, batch.positions[part, None], scale, softcap, window)
+        return attended.reshape(len(key), -1)
+
+
+def _gather(tables: Tensor, layer: KVLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values of these pages, [B, pages] -> [B, K, W, E] each."""
+    size = (len(tables), layer.num_kv_heads, -1, layer.head_dim)
+    key = layer.keys[tables].permute(0, 2, 1, 4, 3).reshape(size)
+    value = layer.values[tables].transpose(1, 2).reshape(size)
+    return key, value
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, softcap: float, window: int
+) -> Tensor:
+    """query [B, H, t, E] at positions [B, t], key and value [B, K, W, E] -> [B, H, t, E]."""
+    columns = torch.arange(key.shape[2], device=key.device)
+    visible = columns <= positions[:, None, :, None]
+    if window:
+        visible &= columns > positions[:, None, :, None] - window
+    # Garbage in unused slots must not turn a zero probability into NaN.
+    value = value.masked_fill(~visible.any(dim=2)[..., None], 0)
+    if not softcap:
+        return F.scaled_dot_product_attention(
+            query, key, value, visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    groups = query.shape[1] // key.shape[1]
+    scores = query.float() @ key.repeat_interleave(groups, 1).float().transpose(-1, -2) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (probabilities @ value.repeat_interleave(groups, 1).float()).to(query.dtype)

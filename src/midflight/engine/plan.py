@@ -1,0 +1,81 @@
+"""What one step computes: first in NumPy, as the scheduler decides it, then as tensors, as the model reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from midflight.types import Int32Array
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` .. `stop - 1` of a step: a piece of the prefill of one row, from `first_position` on."""
+
+    row: int
+    start: int
+    stop: int
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The tokens of one step: one for each of `num_decode` rows, then the chunks; T in all.
+
+    R rows get a new token: those whose last known token is among the T, and after them those whose next logits were
+    found in the prefix cache.
+    """
+
+    token_ids: Int64Array  # [T]
+    positions: Int64Array  # [T], in their sequence
+    rows: Int64Array  # [T], whose page table holds their sequence
+    slots: Int64Array  # [T], where their keys and values go
+    num_decode: int
+    chunks: tuple[Chunk, ...]
+    max_length: int  # tokens of the longest decoding sequence
+    sampled_rows: Int64Array  # [R]
+    logits_index: Int64Array  # [R - num cached]: which of the T tokens those rows sample after
+    cached_logits: tuple[Tensor, ...]  # one [V] for each of the last rows
+    copies: tuple[tuple[int, int], ...]  # (source page, target page), before anything else
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A StepPlan on the model's device."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    rows: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]
+    tables: Tensor  # int32 [rows, pages]
+    logits_index: Tensor  # int64
+    num_decode: int
+    chunks: tuple[Chunk, ...]
+    max_length: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, tables: Int32Array, device: torch.device) -> Batch:
+        """`tables`: [active rows, pages]. Nothing is copied on the CPU; elsewhere nothing waits for the copy."""
+
+        def moved(array: npt.NDArray[Any]) -> Tensor:
+            tensor = torch.from_numpy(array)
+            return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+        return cls(
+            token_ids=moved(plan.token_ids),
+            positions=moved(plan.positions),
+            rows=moved(plan.rows),
+            slots=moved(plan.slots),
+            tables=moved(tables),
+            logits_index=moved(plan.logits_index),
+            num_decode=plan.num_decode,
+            chunks=plan.chunks,
+            max_length=plan.max_length,
+        )

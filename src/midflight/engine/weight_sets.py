@@ -1,0 +1,76 @@
+"""Two sets of weights: one serves while the other is filled, then they change places.
+
+So no token is sampled from a mixture, and an update that fails has changed nothing. Filling can be spread over several
+steps, which keeps the pause of an update short however large the model is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from midflight.errors import WeightUpdateError
+
+
+class WeightSet(Protocol):
+    @property
+    def writers(self) -> Mapping[str, Callable[[Tensor], object]]:
+        """For every Hugging Face parameter name, what puts a tensor of that name into its place."""
+        ...
+
+
+Weights = TypeVar("Weights", bound=WeightSet)
+
+
+class WeightSets(Generic[Weights]):
+    """`active` serves. Names, shapes and dtypes of every update must be those of the first weights."""
+
+    def __init__(self, make: Callable[[], Weights], weights: Mapping[str, Tensor]) -> None:
+        self._make = make
+        self.active = make()
+        self._idle: Weights | None = None  # made when the first update comes: a server of fixed weights needs one set
+        self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+        self._remaining: Iterator[tuple[str, Tensor]] | None = None
+        _check_names(self.active.writers.keys(), weights.keys())
+        for name, tensor in weights.items():
+            self.active.writers[name](tensor)
+
+    @property
+    def pending(self) -> bool:
+        return self._remaining is not None
+
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises: WeightUpdateError if a name, shape or dtype does not fit, or an update is pending."""
+        if self.pending:
+            raise WeightUpdateError("another weight update is pending")
+        _check_names(self._expected.keys(), weights.keys())
+        for name, (shape, dtype) in self._expected.items():
+            new = weights[name]
+            if new.shape != shape or new.dtype != dtype:
+                raise WeightUpdateError(f"{name}: expected {tuple(shape)} {dtype}, got {tuple(new.shape)} {new.dtype}")
+        self._remaining = iter(list(weights.items()))
+
+    @torch.inference_mode()
+    def proceed(self, budget_s: float | None) -> bool:
+        """Copy until done or for `budget_s` seconds, at least one tensor; True once the sets have changed places."""
+        assert self._remaining is not None, "no update has begun"
+        if self._idle is None:
+            self._idle = self._make()
+        deadline = None if budget_s is None else time.perf_counter() + budget_s
+        for name, tensor in self._remaining:
+            self._idle.writers[name](tensor)
+            if deadline is not None and time.perf_counter() >= deadline:
+                return False
+        self.active, self._idle = self._idle, self.active
+        self._remaining = None
+        return True
+
+
+def _check_names(expected: Set[str], given: Set[str]) -> None:
+    unknown, missing = sorted(given - expected), sorted(expected - given)
+    if unknown or missing:
+        raise WeightUpdateError(f"weight names do not match: missing {missing or 'none'}, unknown {unknown or 'none'}")

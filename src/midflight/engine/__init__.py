@@ -1,7 +1,18 @@
 """The embedded generation engine. Token ids in, token ids out; it knows nothing of text, HTTP or RL.
 
-engine.py      step(): admit -> prefill -> decode -> sample -> record, one token for every running sequence
-rows.py        plain-Python and NumPy bookkeeping of what is running in which row
-decoder.py     the forward pass over fused weights, and the two weight buffers an update swaps
-randomness.py  the random numbers of a rollout: a function of (seed, rollout id, position)
+engine.py       step(): adopt new weights -> schedule -> run -> sample -> record
+scheduler.py    who computes what next: admission, chunked prefill, pages, preemption
+pages.py        which sequence holds which page; prefixes that can be used again
+rows.py         what is running in which row
+plan.py         what one step computes, as the scheduler says it and as the model reads it
+cache.py        the tensors of the paged KV cache
+model.py        what the engine needs of a model
+decoder.py      Llama, Qwen2 and Qwen3 over fused weights
+hf_module.py    every other Hugging Face causal LM, as its own module
+loading.py      which of the two
+weight_sets.py  the two sets of weights an update swaps
+graphs.py       CUDA graphs of decode steps
+kernels/        attention, norms and sampling: plain PyTorch, C for CPUs, Triton for CUDA
+sampler.py      inverse-CDF sampling and its truncations
+randomness.py   the random numbers of a rollout: a function of (seed, rollout id, position)
 """

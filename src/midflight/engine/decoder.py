@@ -170,6 +170,10 @@ class Decoder:
         self._rope = _rope_tables(shape, max_length, device)
 
     @property
+    def weight_set(self) -> int:
+        return self._sets.num_swaps % 2
+
+    @property
     def update_pending(self) -> bool:
         return self._sets.pending
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from midflight.engine.cache import PAGE_SIZE, KVCache, page_bytes
+from midflight.engine.graphs import GraphedModel
 from midflight.engine.model import EngineModel
 from midflight.engine.pages import PagePool
 from midflight.engine.plan import Batch, Int64Array, StepPlan
@@ -64,7 +65,8 @@ class Engine:
                 f"{limits.max_prompt_tokens} prompt and {limits.max_new_tokens} new tokens are more than the model's"
                 f" context of {shape.max_positions}"
             )
-        self._model, self._limits, self._version, self._recompute_kv = model, limits, version, recompute_kv
+        self._model: EngineModel = model
+        self._limits, self._version, self._recompute_kv = limits, version, recompute_kv
         max_pages = -(-limits.max_length // PAGE_SIZE)
         # One page more than the sequences need is never given out.
         num_pages = limits.num_rows * max_pages + 1
@@ -76,6 +78,8 @@ class Engine:
                     f"a KV cache of {limits.kv_cache_bytes} bytes has {num_pages} pages of {one_page} bytes; one"
                     f" sequence of {limits.max_length} tokens needs {max_pages + 1}"
                 )
+        if model.device.type == "cuda":
+            self._model = GraphedModel(model, max_pages)
         self._cache = KVCache(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, num_pages, model.dtype, model.device
         )

@@ -103,6 +103,10 @@ class HfModule:
         self._sets = WeightSets(lambda: ModuleWeights(config, dtype, device, self.kernels), weights)
 
     @property
+    def weight_set(self) -> int:
+        return self._sets.num_swaps % 2
+
+    @property
     def update_pending(self) -> bool:
         return self._sets.pending
 

@@ -38,6 +38,11 @@ class EngineModel(Protocol):
         ...
 
     @property
+    def weight_set(self) -> int:
+        """Which of the two sets of weight tensors `forward` reads now: 0 or 1."""
+        ...
+
+    @property
     def update_pending(self) -> bool: ...
 
     def begin_update(self, weights: Mapping[str, Tensor]) -> None:

@@ -35,6 +35,7 @@ class WeightSets(Generic[Weights]):
         self._idle: Weights | None = None  # made when the first update comes: a server of fixed weights needs one set
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
         self._remaining: Iterator[tuple[str, Tensor]] | None = None
+        self.num_swaps = 0
         _check_names(self.active.writers.keys(), weights.keys())
         for name, tensor in weights.items():
             self.active.writers[name](tensor)
@@ -67,6 +68,7 @@ class WeightSets(Generic[Weights]):
                 return False
         self.active, self._idle = self._idle, self.active
         self._remaining = None
+        self.num_swaps += 1
         return True
 
 

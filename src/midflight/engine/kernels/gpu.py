@@ -15,7 +15,6 @@ from midflight.engine.plan import Batch
 
 # tl.dot wants at least this many rows; query heads of a group are padded to it.
 _MIN_DOT_ROWS = 16
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 class GpuKernels(ReferenceKernels):
@@ -124,12 +123,12 @@ def _decode_kernel(
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = softcap * (1 - 2 / (tl.exp2(2 * _LOG2_E * scores / softcap) + 1))
+            scores = softcap * (1 - 2 / (tl.exp(scores * 2 / softcap) + 1))
         at = index * PAGE + slots
         scores = tl.where(((at <= position) & (at >= first))[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        decay = tl.exp2((top - new_top) * _LOG2_E)
-        p = tl.exp2((scores - new_top[:, None]) * _LOG2_E)
+        decay = tl.exp(top - new_top)
+        p = tl.exp(scores - new_top[:, None])
         v = tl.load(
             values + page * HEAD_DIM * PAGE + slots[:, None] * HEAD_DIM + columns[None, :],
             mask=in_head[None, :],

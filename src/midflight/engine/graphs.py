@@ -1,0 +1,120 @@
+"""CUDA graphs for decode steps: what the host launches once per batch size is replayed from then on.
+
+A captured graph reads and writes fixed addresses. So a step's inputs are copied into static buffers, the number of rows
+is rounded up to one of few buckets, and each of the two weight sets has graphs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midflight.engine.cache import PAGE_SIZE, SCRATCH_PAGE, KVCache
+from midflight.engine.model import EngineModel
+from midflight.engine.plan import Batch
+
+# Takes what is to be captured, returns what replays it; the result is written to the same tensor every time.
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def bucket_of(num_rows: int) -> int:
+    """The number of rows a step is padded to: powers of two up to 8, multiples of 8 up to 64, then of 32."""
+    if num_rows <= 8:
+        return 1 << (num_rows - 1).bit_length()
+    width = 8 if num_rows <= 64 else 32
+    return -(-num_rows // width) * width
+
+
+def capture_cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Warms up on a side stream, as capturing asks for, then captures."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    inputs: Batch
+    replay: Callable[[], Tensor]
+
+
+class GraphedModel:
+    """Implements EngineModel around another: pure decode steps are replayed, steps with prefills run as they are."""
+
+    def __init__(self, model: EngineModel, max_pages: int, capture: Capture = capture_cuda_graph) -> None:
+        """`max_pages`: of one sequence."""
+        self._model, self._max_pages, self._capture = model, max_pages, capture
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.shape, self.dtype, self.device, self.kernels = model.shape, model.dtype, model.device, model.kernels
+
+    @property
+    def weight_set(self) -> int:
+        return self._model.weight_set
+
+    @property
+    def update_pending(self) -> bool:
+        return self._model.update_pending
+
+    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
+        self._model.begin_update(weights)
+
+    def continue_update(self, budget_s: float | None) -> bool:
+        return self._model.continue_update(budget_s)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        if batch.chunks:
+            return self._model.forward(batch, cache)
+        bucket = bucket_of(batch.num_decode)
+        key = (self._model.weight_set, bucket)
+        if key not in self._graphs:
+            inputs = self._static_inputs(bucket)
+            _fill(inputs, batch)
+            self._graphs[key] = _Graph(inputs, self._capture(lambda: self._model.forward(inputs, cache)))
+        graph = self._graphs[key]
+        _fill(graph.inputs, batch)
+        # The next replay writes over its own result; the caller keeps some of the rows.
+        return graph.replay()[: batch.num_decode].clone()
+
+    def _static_inputs(self, bucket: int) -> Batch:
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        return Batch(
+            token_ids=zeros(bucket),
+            positions=zeros(bucket),
+            rows=torch.arange(bucket, device=self.device),
+            slots=zeros(bucket),
+            tables=zeros(bucket, self._max_pages, dtype=torch.int32),
+            logits_index=torch.arange(bucket, device=self.device),
+            num_decode=bucket,
+            chunks=(),
+            max_length=self._max_pages * PAGE_SIZE,
+        )
+
+
+def _fill(inputs: Batch, batch: Batch) -> None:
+    """Padding rows decode token 0 at position 0 of the scratch page; nobody reads what comes of it."""
+    num_rows = batch.num_decode
+    inputs.token_ids[:num_rows].copy_(batch.token_ids)
+    inputs.positions[:num_rows].copy_(batch.positions)
+    inputs.slots[:num_rows].copy_(batch.slots)
+    torch.index_select(batch.tables, 0, batch.rows, out=inputs.tables[:num_rows])
+    inputs.token_ids[num_rows:] = 0
+    inputs.positions[num_rows:] = 0
+    inputs.slots[num_rows:] = SCRATCH_PAGE * PAGE_SIZE
+    inputs.tables[num_rows:] = SCRATCH_PAGE

@@ -30,7 +30,7 @@ def bucket_of(num_rows: int) -> int:
 
 def capture_cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Warms up on a side stream, as capturing asks for, then captures."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()

@@ -82,7 +82,7 @@ def test_a_model_without_keys_and_values_in_every_layer_is_refused() -> None:
 def test_limits_beyond_the_context_or_the_cache_are_refused() -> None:
     with pytest.raises(ModelError, match="32 prompt and 481 new tokens are more than the model's context of 512"):
         tiny_engine(tiny_model(), max_new_tokens=481)
-    with pytest.raises(ModelError, match="a KV cache of 8192 bytes has 2 pages of 4096 bytes; .* 56 tokens needs 5"):
+    with pytest.raises(ModelError, match=r"a KV cache of 8192 bytes has 2 pages of 4096 bytes; .* 56 tokens needs 5"):
         tiny_engine(tiny_model(), kv_cache_bytes=8192)
 
 

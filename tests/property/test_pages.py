@@ -1,0 +1,190 @@
+"""Pages never leak, alias or go stale, whatever comes: a model of the cache remembers what was written where."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from midflight.engine.pages import PagePool
+from midflight.engine.rows import RowTable
+from midflight.engine.scheduler import Scheduler
+from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+
+PAGE = 4
+MAX_PROMPT, MAX_NEW = 14, 12
+MAX_PAGES = -(-(MAX_PROMPT + MAX_NEW) // PAGE)
+STOP = 3
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, aborts, updates and steps, with few pages and few distinct prompts."""
+
+    @initialize(
+        num_rows=st.integers(1, 6),
+        spare_pages=st.integers(0, 20),
+        max_batched_tokens=st.integers(1, 24),
+        prefix_caching=st.booleans(),
+    )
+    def start(self, num_rows: int, spare_pages: int, max_batched_tokens: int, prefix_caching: bool) -> None:
+        self.num_pages = 1 + MAX_PAGES + spare_pages
+        self.pool: PagePool[object] = PagePool(self.num_pages, PAGE)
+        self.rows = RowTable(num_rows, MAX_PROMPT + MAX_NEW, MAX_PAGES)
+        self.scheduler = Scheduler(self.rows, self.pool, max_batched_tokens, prefix_caching)  # type: ignore[arg-type]
+        # What stands in every slot: the tokens up to and including its own, and the weights that wrote it.
+        self.slots: dict[int, tuple[bytes, int]] = {}
+        self.version = 0
+        self.asked: dict[RolloutId, GenerationRequest] = {}
+        self.rng = np.random.default_rng(0)
+        self.next_id = 0
+
+    @rule(prompt=st.integers(0, 3), length=st.integers(1, MAX_PROMPT), max_tokens=st.integers(1, MAX_NEW))
+    def add(self, prompt: int, length: int, max_tokens: int) -> None:
+        # Prompts of one kind are prefixes of each other.
+        token_ids = (np.arange(length, dtype=np.int32) * (prompt + 1)) % 3
+        request = GenerationRequest(RolloutId(self.next_id), token_ids, SamplingParams(max_tokens, 1.0, (STOP,)), 0)
+        self.next_id += 1
+        self.asked[request.rollout_id] = request
+        self.scheduler.add(request)
+
+    @rule(data=st.data(), resume=st.booleans())
+    @precondition(lambda self: self.asked)
+    def abort(self, data: st.DataObject, resume: bool) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.asked)))
+        (completion,) = self.scheduler.abort([rollout_id])
+        request = self.asked.pop(rollout_id)
+        assert completion.finish_reason is FinishReason.ABORT
+        if resume:
+            generated = completion.generated if len(completion.generated) else None
+            again = GenerationRequest(rollout_id, request.prompt_token_ids, request.sampling, 0, generated)
+            self.asked[rollout_id] = again
+            self.scheduler.add(again)
+
+    @rule(recompute=st.booleans())
+    def update(self, recompute: bool) -> None:
+        self.version += 1
+        self.scheduler.weights_changed(recompute)
+        if recompute:
+            assert self.rows.num_active == 0
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for completion in self._step():
+                self._check_completion(completion)
+
+    def _step(self) -> list[Completion]:
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert not self.asked
+            return []
+        copied = {source: [self.slots.get(source * PAGE + i) for i in range(PAGE)] for source, _ in plan.copies}
+        for source, target in plan.copies:
+            for i, content in enumerate(copied[source]):
+                self.slots.pop(target * PAGE + i, None)
+                if content is not None:
+                    self.slots[target * PAGE + i] = content
+        assert len(set(plan.slots.tolist())) == len(plan.slots), "two tokens of one step share a slot"
+        assert not plan.slots.size or plan.slots.min() >= PAGE, "the scratch page was given out"
+        for row, position, slot in zip(plan.rows, plan.positions, plan.slots, strict=True):
+            self.slots[int(slot)] = (self.rows.token_ids[row, : position + 1].tobytes(), self.version)
+        num_logits = len(plan.logits_index)
+        assert num_logits + len(plan.cached_logits) == len(plan.sampled_rows)
+        for logits, row in zip(plan.cached_logits, plan.sampled_rows[num_logits:], strict=True):
+            length = self.rows.lengths[row]
+            assert logits.clone() == (self.rows.token_ids[row, :length].tobytes(), self.version)  # type: ignore[comparison-overlap]
+        sampled = self.rng.integers(0, 4, len(plan.sampled_rows)).astype(np.int32)
+        logits = _Logits(
+            (self.rows.token_ids[row, : self.rows.lengths[row]].tobytes(), self.version)
+            for row in plan.sampled_rows[:num_logits]
+        )
+        self._check_contents(plan.rows, plan.positions)
+        return self.scheduler.record(plan, logits, sampled, np.zeros(len(sampled), np.float32), self.version)  # type: ignore[arg-type]
+
+    def _check_contents(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Everything a computed token attends to is there, was written for these tokens, and is of one version
+        unless its sequence lived through an update."""
+        for row in set(rows.tolist()):
+            last = int(positions[rows == row].max())
+            versions = set()
+            for position in range(last + 1):
+                slot = int(self.rows.tables[row, position // PAGE]) * PAGE + position % PAGE
+                tokens, version = self.slots[slot]
+                assert tokens == self.rows.token_ids[row, : position + 1].tobytes()
+                versions.add(version)
+            assert min(versions) >= self.rows.epochs[row]
+
+    def _check_completion(self, completion: Completion) -> None:
+        request = self.asked.pop(completion.rollout_id)
+        token_ids = completion.generated.token_ids
+        assert 0 < len(token_ids) <= request.sampling.max_tokens
+        stopped = completion.finish_reason is FinishReason.STOP
+        assert stopped == (token_ids[-1] == STOP)
+        assert (token_ids[:-1] != STOP).all()
+        assert stopped or len(token_ids) == request.sampling.max_tokens
+        if request.generated:
+            assert token_ids[: len(request.generated)].tolist() == request.generated.token_ids.tolist()
+
+    @invariant()
+    def every_page_is_accounted_for(self) -> None:
+        if not hasattr(self, "rows"):
+            return
+        users = [0] * self.num_pages
+        for row in range(self.rows.num_active):
+            for page in self.rows.pages(row):
+                users[page] += 1
+        assert users == self.pool.num_users
+        assert users[0] == 0
+        assert self.pool.num_available == sum(count == 0 for count in users[1:])
+        assert self.scheduler.num_in_flight == len(self.asked)
+
+    def teardown(self) -> None:
+        """Everything that was asked finishes, and every page comes back."""
+        if not hasattr(self, "rows"):
+            return
+        for _ in range(20_000):
+            if not self.asked:
+                break
+            self.step(1)
+        assert not self.asked
+        self.every_page_is_accounted_for()
+        assert self.pool.num_available == self.num_pages - 1
+
+
+class _Logits:
+    """Stands in for a tensor [R, V]: row i says which tokens under which weights it follows."""
+
+    def __init__(self, rows: object) -> None:
+        self._rows = [_Row(row) for row in rows]  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> _Row:
+        return self._rows[index]
+
+
+class _Row(tuple):  # type: ignore[type-arg]
+    def clone(self) -> _Row:
+        return self
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=500, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 2), min_size=1, max_size=20))
+@settings(max_examples=500, deadline=None)
+def test_a_known_prefix_is_found_exactly_as_far_as_it_goes(first: list[int], second: list[int]) -> None:
+    pool: PagePool[str] = PagePool(20, PAGE)
+    pages = [page for _ in range(-(-len(first) // PAGE)) if (page := pool.allocate())]
+    pool.remember(np.array(first, np.int32), pages, "logits")
+    found = pool.find(np.array(second, np.int32))
+    common = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    assert list(found.pages) == pages[: common // PAGE]
+    assert (found.end is not None) == (first == second)
+    pool.forget()
+    assert pool.find(np.array(first, np.int32)).pages == ()

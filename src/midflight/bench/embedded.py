@@ -1,0 +1,37 @@
+"""The embedded engine as benchmarks build it; no other benchmark file knows its constructor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from midflight.engine.decoder import DecoderShape
+from midflight.engine.engine import Engine
+from midflight.models.loading import load_config, load_model, weights_of
+from midflight.protocols import Generator
+
+
+class EmbeddedEngine(NamedTuple):
+    """An idle engine at weight version 0, the weights it was built from, and the dtype it computes in."""
+
+    generator: Generator
+    weights: dict[str, Tensor]
+    compute_dtype: str
+
+
+def build_embedded_engine(
+    directory: Path, dtype: str, *, num_rows: int, max_prompt_tokens: int, max_new_tokens: int
+) -> EmbeddedEngine:
+    """Raises: ModelError if the directory holds no model the engine can run."""
+    weights = weights_of(load_model(directory, getattr(torch, dtype)))
+    engine = Engine(
+        DecoderShape.from_hf_config(load_config(directory)),
+        weights,
+        num_rows=num_rows,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+    )
+    return EmbeddedEngine(engine, weights, dtype)

@@ -194,6 +194,33 @@ def decode(
     print(json.dumps(result, indent=2) if as_json else decode_table(result["rows"]))
 
 
+@bench_app.command()
+def updates(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    num_updates: Annotated[int, typer.Option("--updates", min=1, help="how many weight updates")] = 1000,
+    sequences: Annotated[int, typer.Option(min=1, help="in flight all the time")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="sampled for each sequence")] = 128,
+    as_json: Json = False,
+) -> None:
+    """How long sequences in flight wait for a weight update, over many updates."""
+    from midflight.bench.models import find_model
+    from midflight.bench.updates import bench_updates
+
+    result = bench_updates(
+        find_model(model), dtype, num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
+    )
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    pause = result["pause_ms"]
+    print(
+        f"{num_updates} updates, {sequences} sequences in flight: pause median {pause['median']:.2f} ms,"
+        f" p99 {pause['p99']:.2f} ms, max {pause['max']:.2f} ms; a decode step takes"
+        f" {result['median_decode_step_ms']:.2f} ms; {result['aborted_requests']} requests aborted"
+    )
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"{text!r} is not a number of sequences")

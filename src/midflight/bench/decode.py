@@ -10,13 +10,14 @@ import json
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from midflight.bench.machine import describe_machine, num_cores
+from midflight.bench.machine import busy_core_seconds, describe_machine, num_cores
 from midflight.bench.models import BenchModel
 from midflight.bench.roofline import measure_ceilings, roofline
 from midflight.bench.workers import Worker
@@ -31,6 +32,8 @@ _START_SECONDS = 300.0
 _WARM_UP_TOKENS = 8
 # Windows of small models last tens of milliseconds: several are added up.
 _MIN_SECONDS = 0.5
+# OpenMP threads spin for a while (vLLM's for 0.2 s) when their work is done, and would slow the next engine down.
+_SETTLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,14 @@ class Fleet:
     def measure(self, engine: str, sequences: int, new_tokens: int, seed: int) -> dict[str, Any]:
         """Tokens and seconds, added up over as many windows as half a second takes, each with prompts of its own.
 
+        `others_cores` is how many cores everything else on the machine kept busy meanwhile: a fair figure has about 0.
+
         Raises: TimeoutError after the cap, WorkerError if the engine fails; a later call starts a new process.
         """
+        time.sleep(_SETTLE_SECONDS)
         generator = random.Random(seed)
-        tokens, seconds = 0, 0.0
+        tokens, seconds, cpu_seconds = 0, 0.0, 0.0
+        busy, started = busy_core_seconds(), time.perf_counter()
         while seconds < _MIN_SECONDS:
             prompts = [
                 [generator.randrange(self.model.vocab_size) for _ in range(self.options.prompt_tokens)]
@@ -126,7 +133,16 @@ class Fleet:
             question = {"prompts": prompts, "new_tokens": new_tokens, "seed": generator.randrange(1 << 31)}
             answer = self._ask(engine, question)
             tokens, seconds = tokens + answer["tokens"], seconds + answer["seconds"]
-        return {"tokens": tokens, "seconds": seconds, "compute_dtype": answer["compute_dtype"]}
+            cpu_seconds += answer["cpu_seconds"]
+        others = None
+        if busy is not None and (busy_after := busy_core_seconds()) is not None:
+            others = (busy_after - busy - cpu_seconds) / (time.perf_counter() - started)
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "compute_dtype": answer["compute_dtype"],
+            "others_cores": others and round(others, 2),
+        }
 
     def _ask(self, engine: str, question: Mapping[str, Any]) -> dict[str, Any]:
         timeout_s = self.options.cap_s

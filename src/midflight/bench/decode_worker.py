@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def main() -> None:
         torch.set_num_threads(options["num_threads"])
         engine = ENGINES[options["engine"]](Path(options["model"]), options["dtype"], options["new_tokens"])
         for line in sys.stdin:
-            print(json.dumps(asdict(engine.measure(**json.loads(line)))), file=results, flush=True)
+            cpu_started = time.process_time()
+            answer = asdict(engine.measure(**json.loads(line)))
+            answer["cpu_seconds"] = time.process_time() - cpu_started
+            print(json.dumps(answer), file=results, flush=True)
 
 
 if __name__ == "__main__":

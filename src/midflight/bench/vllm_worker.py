@@ -82,8 +82,10 @@ def main() -> None:
         os.dup2(2, 1)
         engine = start(options)
         for line in sys.stdin:
-            measurement = measure(engine, **json.loads(line))
-            print(json.dumps({**measurement, "compute_dtype": options["dtype"]}), file=results, flush=True)
+            cpu_started = time.process_time()
+            answer = {**measure(engine, **json.loads(line)), "compute_dtype": options["dtype"]}
+            answer["cpu_seconds"] = time.process_time() - cpu_started
+            print(json.dumps(answer), file=results, flush=True)
 
 
 if __name__ == "__main__":

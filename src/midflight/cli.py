@@ -178,11 +178,11 @@ def decode(
 ) -> None:
     """Decoded tokens per second: midflight's engine, transformers, vLLM, and what the machine allows at most."""
     from midflight.bench.decode import DecodeOptions, bench_decode, decode_table, parse_skip
-    from midflight.bench.models import find_model
+    from midflight.bench.models import check_dtype, find_model
 
     found = find_model(model)
     options = DecodeOptions(
-        dtypes=tuple(dtype.split(",")) if dtype else found.default_dtypes,
+        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else found.default_dtypes,
         sequences=tuple(map(_count, sequences.split(","))),
         rounds=rounds,
         new_tokens=new_tokens,
@@ -204,11 +204,11 @@ def updates(
     as_json: Json = False,
 ) -> None:
     """How long sequences in flight wait for a weight update, over many updates."""
-    from midflight.bench.models import find_model
+    from midflight.bench.models import check_dtype, find_model
     from midflight.bench.updates import bench_updates
 
     result = bench_updates(
-        find_model(model), dtype, num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
+        find_model(model), check_dtype(dtype), num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
     )
     if as_json:
         print(json.dumps(result, indent=2))

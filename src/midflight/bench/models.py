@@ -10,11 +10,12 @@ from typing import Any
 from safetensors import safe_open
 
 from midflight.config import load_recipe
+from midflight.errors import RecipeError
 from midflight.models.loading import check_model_directory, load_config
 from midflight.models.smollm2 import smollm2_directory
 
 DEMO_RECIPE = Path("recipes/cpu_demo.toml")
-DTYPES = {"demo": ("float32",), "smollm2": ("float32", "bfloat16")}
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class BenchModel:
 
     @property
     def default_dtypes(self) -> tuple[str, ...]:
-        return DTYPES.get(self.name, ("float32",))
+        return DTYPES if self.name == "smollm2" else ("float32",)
 
 
 def find_model(name: str) -> BenchModel:
@@ -46,6 +47,16 @@ def find_model(name: str) -> BenchModel:
     check_model_directory(directory)
     config = load_config(directory)
     return BenchModel(name, directory.resolve(), config.vocab_size, _matmul_parameters(directory, config))
+
+
+def check_dtype(name: str) -> str:
+    """The name itself.
+
+    Raises: RecipeError if benchmarks do not run that dtype.
+    """
+    if name not in DTYPES:
+        raise RecipeError(f"--dtype: {name!r} is not {' or '.join(DTYPES)}")
+    return name
 
 
 def _matmul_parameters(directory: Path, config: Any) -> int:

@@ -40,7 +40,7 @@ def roofline(sequences: int, parameters: int, ceilings: Mapping[str, Ceilings]) 
 def measure_ceilings(dtype: str, parameters: int, num_threads: int) -> dict[str, Ceilings]:
     """Compute dtype -> ceilings, for every dtype that weights of this dtype may be computed in. In a fresh process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measure, _COMPUTE_DTYPES.get(dtype, (dtype,)), parameters, num_threads).result()
+        return pool.submit(_measure, _COMPUTE_DTYPES[dtype], parameters, num_threads).result()
 
 
 def _measure(dtypes: Sequence[str], parameters: int, num_threads: int) -> dict[str, Ceilings]:

@@ -32,6 +32,10 @@ class Worker:
             start_new_session=True,  # so that its descendants can be killed with it
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer to one question; after an error the worker is of no more use.
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_it_measures_every_engine_that_is_there() -> None:
     command = [sys.executable, "-m", "midflight", "bench", "decode", "--json"]
-    small = ["--sequences", "1,2", "--rounds", "2", "--new-tokens", "12", "--skip", "transformers_cb:2"]
+    small = ["--sequences", "1,2", "--rounds", "1", "--new-tokens", "12", "--skip", "transformers_cb:2"]
     environment = {name: value for name, value in os.environ.items() if name != "MIDFLIGHT_VLLM_PYTHON"}
     done = subprocess.run([*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -34,5 +34,5 @@ def test_it_measures_every_engine_that_is_there() -> None:
         assert row["midflight_over"]["transformers"] > 0
     assert result["rows"][0]["transformers_cb"] > 0
     assert result["rows"][1]["transformers_cb"] is None
-    assert len(result["rounds"]) == 2 * 3 + 2 * 2
+    assert len(result["rounds"]) == 3 + 2
     assert result["machine"]["cores"] >= 1

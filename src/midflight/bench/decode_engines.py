@@ -156,11 +156,14 @@ class TransformersContinuousBatching:
 def window(stamps: Sequence[Sequence[float]], compute_dtype: str) -> Measurement:
     """The window of sequences whose every token has a time stamp (seconds).
 
+    Both its ends are stamps of the sequence that began last, so it holds each step either wholly or not at all.
     Raises: ValueError if the first sequence ended before the last one began.
     """
-    opened, closed = max(times[0] for times in stamps), min(times[-1] for times in stamps)
-    if closed <= opened:
+    clock = max(stamps, key=lambda times: times[0])
+    opened, first_end = clock[0], min(times[-1] for times in stamps)
+    if first_end <= opened:
         raise ValueError("the sequences were never all decoded at the same time")
+    closed = min(stamp for stamp in clock if stamp >= first_end)
     tokens = sum(opened < stamp <= closed for stamp in chain.from_iterable(stamps))
     return Measurement(tokens, closed - opened, compute_dtype)
 

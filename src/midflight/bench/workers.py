@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -34,6 +35,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self._process.pid
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -73,8 +75,9 @@ class Worker:
         self._log.close()
 
     def kill(self) -> None:
-        """End the process and its descendants at once."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and its descendants at once; a process that has already gone is fine."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _last_words(self) -> str:

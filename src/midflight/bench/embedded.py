@@ -1,0 +1,39 @@
+"""The embedded engine as benchmarks build it; no other benchmark file knows its constructor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from midflight.engine.engine import Engine, EngineLimits
+from midflight.engine.loading import engine_model
+from midflight.models.loading import load_config, load_model, weights_of
+from midflight.protocols import Generator
+
+
+class EmbeddedEngine(NamedTuple):
+    """An idle engine at weight version 0, the weights it was built from, and the dtype it computes in."""
+
+    generator: Generator
+    weights: dict[str, Tensor]
+    compute_dtype: str
+
+
+def build_embedded_engine(
+    directory: Path, dtype: str, *, num_rows: int, max_prompt_tokens: int, max_new_tokens: int
+) -> EmbeddedEngine:
+    """Raises: ModelError if the directory holds no model the engine can run."""
+    weights = weights_of(load_model(directory, getattr(torch, dtype)))
+    limits = EngineLimits(
+        num_rows=num_rows,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        # Every prompt in one step: then all sequences decode together from their first token to their last.
+        max_batched_tokens=num_rows * (max_prompt_tokens + 1),
+        max_update_pause_s=0.02,
+    )
+    model = engine_model(load_config(directory), weights, max_length=limits.max_length)
+    return EmbeddedEngine(Engine(model, limits), weights, str(model.dtype).removeprefix("torch."))

@@ -1,0 +1,81 @@
+"""What this machine could decode at most, and the two rates that say so, measured.
+
+Left out, in the engines' favor to beat: reading keys and values, and sampling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+
+# (rows, inner, columns): the best of a cube and of the tall shapes a decode step multiplies.
+_GEMM_SHAPES = ((2048, 2048, 2048), (512, 2048, 2048), (128, 1024, 4096))
+_MIN_SECONDS = 0.3
+# A bfloat16 checkpoint may be computed in float32, which holds its values exactly; not the other way round.
+_COMPUTE_DTYPES = {"float32": ("float32",), "bfloat16": ("bfloat16", "float32")}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What one compute dtype gives. Units: floating-point operations per second; bytes per second; bytes."""
+
+    gemm_rate: float
+    read_rate: float  # of a block as large as the weights, so a model that fits in a cache is read from there
+    weight_bytes: int
+
+
+def roofline(sequences: int, parameters: int, ceilings: Mapping[str, Ceilings]) -> float:
+    """min(B * read rate / weight bytes, GEMM rate / (2 * parameters)) of the best compute dtype; tokens per second."""
+    return max(
+        min(sequences * ceiling.read_rate / ceiling.weight_bytes, ceiling.gemm_rate / (2 * parameters))
+        for ceiling in ceilings.values()
+    )
+
+
+def measure_ceilings(dtype: str, parameters: int, num_threads: int) -> dict[str, Ceilings]:
+    """Compute dtype -> ceilings, for every dtype that weights of this dtype may be computed in. In a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_measure, _COMPUTE_DTYPES[dtype], parameters, num_threads).result()
+
+
+def _measure(dtypes: Sequence[str], parameters: int, num_threads: int) -> dict[str, Ceilings]:
+    torch.set_num_threads(num_threads)
+    ceilings = {}
+    for name in dtypes:
+        dtype: torch.dtype = getattr(torch, name)
+        weight_bytes = parameters * dtype.itemsize
+        gemm_rate = max(_gemm_rate(shape, dtype) for shape in _GEMM_SHAPES)
+        ceilings[name] = Ceilings(gemm_rate, _read_rate(weight_bytes), weight_bytes)
+    return ceilings
+
+
+def _gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    rows, inner, columns = shape
+    left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
+    return 2 * rows * inner * columns / _best_seconds(lambda: torch.nn.functional.linear(left, right))
+
+
+def _read_rate(num_bytes: int) -> float:
+    """The faster of a sum and a matrix-vector product over a float32 block of that size."""
+    columns = 1024
+    block = torch.ones(max(1, num_bytes // (4 * columns)), columns)
+    vector = torch.ones(columns)
+    seconds = min(_best_seconds(lambda: block.sum()), _best_seconds(lambda: torch.mv(block, vector)))
+    return block.nbytes / seconds
+
+
+def _best_seconds(call: Callable[[], object]) -> float:
+    """The shortest of at least three calls: a ceiling is what the machine can do when nothing disturbs it."""
+    call()
+    best, count, started = float("inf"), 0, time.perf_counter()
+    while count < 3 or time.perf_counter() - started < _MIN_SECONDS:
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+        count += 1
+    return best

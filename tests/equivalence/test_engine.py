@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
+from midflight.engine.cache import page_bytes
+from midflight.engine.engine import Engine, EngineLimits
+from midflight.engine.graphs import GraphedModel
 from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.loading import engine_model
+from midflight.errors import WeightUpdateError
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
@@ -198,3 +205,138 @@ def test_updates_under_load_lose_nothing() -> None:
         assert completion.finish_reason is not FinishReason.ABORT
         # One update per step: every token was sampled by exactly the next version.
         assert (np.diff(versions) == 1).all()
+
+
+def test_preempted_sequences_come_out_as_undisturbed_ones() -> None:
+    """With pages for little more than one of the longest sequences, rows give theirs back again and again."""
+    model = tiny_model()
+    asked = [replace(request, sampling=SamplingParams(100)) for request in requests(8)]
+    roomy = tiny_engine(model, max_new_tokens=100)
+    roomy.add(asked)
+    expected = run_to_end(roomy)
+    one_page = page_bytes(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    tight = tiny_engine(model, max_new_tokens=100, kv_cache_bytes=12 * one_page)
+    tight.add(asked)
+    completions = run_to_end(tight)
+    assert roomy.num_preempted == 0
+    assert tight.num_preempted > 3
+    assert_same(completions, expected)
+
+
+def test_with_recompute_kv_what_follows_an_update_is_a_fresh_run_on_that_prefix() -> None:
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    asked = requests(8)
+    engine = tiny_engine(old, recompute_kv=True)
+    engine.add(asked)
+    ended = [completion for _ in range(5) for completion in engine.step()]
+    so_far = {
+        request.rollout_id: engine.generated(request.rollout_id)
+        for request in asked
+        if request.rollout_id not in {completion.rollout_id for completion in ended}
+    }
+    assert len(so_far) > 4
+    engine.update_weights(1, weights_of(new))
+    completions = run_to_end(engine)
+
+    fresh = tiny_engine(new, version=1)
+    fresh.add(
+        [
+            GenerationRequest(request.rollout_id, request.prompt_token_ids, request.sampling, request.seed, generated)
+            for request in asked
+            if (generated := so_far.get(request.rollout_id)) is not None
+        ]
+    )
+    assert_same(completions, run_to_end(fresh))
+
+
+def test_an_update_copied_in_slices_is_the_same_update() -> None:
+    """Nothing but old weights before the swap, nothing but new ones after it, and the swap comes."""
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    asked = requests(6)
+    engine = tiny_engine(old, max_update_pause_s=1e-9)
+    engine.add(asked)
+    engine.step()
+    engine.update_weights(1, weights_of(new))
+    with pytest.raises(WeightUpdateError, match="version 2 came while version 1"):
+        engine.update_weights(2, weights_of(old))
+    num_steps = 0
+    while engine.update_pending:
+        assert engine.weight_version == 0
+        engine.step()
+        num_steps += 1
+    assert num_steps > 5
+    engine.abort([request.rollout_id for request in asked])
+    again = requests(6, seed=3)
+    engine.add(again)
+    fresh = tiny_engine(new, version=1)
+    fresh.add(again)
+    assert_same(run_to_end(engine), run_to_end(fresh))
+
+
+def test_padded_and_replayed_decode_steps_are_the_same_steps() -> None:
+    """What a CUDA graph would replay, run again by hand on the same static buffers; both weight sets have their own."""
+    models = [tiny_model(seed=seed) for seed in range(2)]
+    captured = []
+
+    def capture(run):
+        captured.append(run())
+        return run
+
+    def run(engine) -> dict[int, Completion]:
+        engine.add(requests(13) + requests(4, shared_prompt=True, first_id=13))
+        completions = {}
+        for version in range(1, 4):
+            for _ in range(6):
+                completions |= {completion.rollout_id: completion for completion in engine.step()}
+            engine.update_weights(version, weights_of(models[version % 2]))
+        return completions | run_to_end(engine)
+
+    plain = engine_model(models[0].config, weights_of(models[0]), max_length=56)
+    graphed = GraphedModel(engine_model(models[0].config, weights_of(models[0]), max_length=56), 4, capture)
+    limits = EngineLimits(num_rows=11, max_prompt_tokens=32, max_new_tokens=24)
+    assert_same(run(Engine(graphed, limits)), run(Engine(plain, limits)))
+    assert 2 < len(captured) < 10
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bfloat16_is_near_float32(family: str) -> None:
+    """Computing in bfloat16 changes logprobs by its rounding, no more; weights and updates may stay float32."""
+    model = tiny_model(family)
+    asked = requests(8, max_tokens=8)
+    runner = engine_model(model.config, weights_of(model), max_length=56, dtype=torch.bfloat16)
+    engine = Engine(runner, EngineLimits(num_rows=8, max_prompt_tokens=32, max_new_tokens=24))
+    assert engine.compute_dtype is torch.bfloat16
+    engine.add(asked)
+    engine.step()
+    engine.update_weights(1, weights_of(model))
+    for rollout_id, completion in run_to_end(engine).items():
+        generated = completion.generated
+        expected = plain_logprobs(model, asked[rollout_id].prompt_token_ids, generated.token_ids)
+        np.testing.assert_allclose(generated.logprobs, expected, atol=0.5)
+        assert np.abs(generated.logprobs - expected).mean() < 0.1
+
+
+def test_tokens_so_far_can_be_read_while_a_sequence_runs() -> None:
+    (request,) = requests(1)
+    engine = tiny_engine(tiny_model())
+    engine.add([request])
+    assert len(engine.generated(request.rollout_id)) == 0
+    seen = []
+    while engine.num_in_flight:
+        for completion in engine.step():
+            seen += completion.generated.token_ids[len(seen) :].tolist()
+            assert completion.generated.token_ids.tolist() == seen
+        if engine.num_in_flight:
+            seen += engine.generated(request.rollout_id, len(seen)).token_ids.tolist()
+    with pytest.raises(KeyError):
+        engine.generated(request.rollout_id)
+
+
+def assert_same(actual: dict[int, Completion], expected: dict[int, Completion]) -> None:
+    assert actual.keys() == expected.keys()
+    for rollout_id, completion in actual.items():
+        other = expected[rollout_id]
+        assert completion.generated.token_ids.tolist() == other.generated.token_ids.tolist()
+        assert completion.generated.weight_versions.tolist() == other.generated.weight_versions.tolist()
+        assert completion.finish_reason is other.finish_reason
+        np.testing.assert_allclose(completion.generated.logprobs, other.generated.logprobs, atol=1e-5)

@@ -1,0 +1,175 @@
+"""Every set of kernels against the reference, over shapes no model of the tests has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from midflight.engine.cache import PAGE_SIZE, KVCache
+from midflight.engine.kernels import cpu
+from midflight.engine.kernels.cpu import cpu_kernels
+from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.plan import Batch, Chunk
+
+GEOMETRIES = [(4, 2, 32), (9, 3, 64), (2, 2, 48), (8, 1, 80)]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
+
+
+def paged_batch(num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, chunk: int = 0) -> tuple[Batch, KVCache]:
+    """Five decoding rows of very different lengths, perhaps a piece of a prefill; the cache holds random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    last = torch.tensor([0, 15, 16, 300, 1000])
+    num_pages = 70
+    cache = KVCache(1, num_kv_heads, head_dim, 400, dtype, torch.device("cpu"))
+    for part in (cache.layers[0].keys, cache.layers[0].values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    tables = torch.randperm(400, generator=generator)[: 5 * num_pages].view(5, num_pages).int()
+    positions, rows = last, torch.tensor([3, 1, 0, 4, 2])
+    if chunk:
+        positions = torch.cat([last, torch.arange(20, 20 + chunk)])
+        rows = torch.cat([rows, torch.full((chunk,), 2)])
+    slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    chunks = (Chunk(2, 5, 5 + chunk, 20),) if chunk else ()
+    no_tokens = torch.zeros(0, dtype=torch.int64)
+    return Batch(no_tokens, positions, rows, slots, tables, no_tokens, 5, chunks, 1001), cache
+
+
+def fast_kernels(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> cpu.CpuKernels:
+    kernels = cpu_kernels(num_heads, num_kv_heads, head_dim, dtype)
+    assert kernels, "the tests need a C compiler"
+    return kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (3.0, 0), (0.0, 7), (2.0, 300)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), GEOMETRIES)
+def test_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, softcap: float, window: int, dtype: torch.dtype
+) -> None:
+    batch, cache = paged_batch(num_kv_heads, head_dim, dtype, chunk=13)
+    query = torch.randn(18, num_heads * head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    arguments = (query, batch, cache.layers[0], head_dim**-0.5, softcap, window)
+    actual = fast_kernels(num_heads, num_kv_heads, head_dim, dtype).attend(*arguments)
+    torch.testing.assert_close(actual, ReferenceKernels().attend(*arguments), atol=TOLERANCE[dtype], rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), GEOMETRIES)
+def test_rotary_positions_and_the_cache(
+    num_heads: int, num_kv_heads: int, head_dim: int, with_norms: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    qkv = torch.randn(5, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
+    angles = torch.rand(1001, head_dim // 2, generator=generator) * 6
+    norms = tuple(torch.rand(2, head_dim, generator=generator).to(dtype)) if with_norms else None
+    results = []
+    for kernels in (fast_kernels(num_heads, num_kv_heads, head_dim, dtype), ReferenceKernels()):
+        batch, cache = paged_batch(num_kv_heads, head_dim, dtype)
+        rope = (angles.cos(), angles.sin())
+        query = kernels.rope_and_store(qkv.clone(), rope, norms, 1e-5, batch, cache.layers[0])  # type: ignore[arg-type]
+        results.append((query.clone(), cache.layers[0].keys, cache.layers[0].values))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_elementwise_kernels(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    fast, reference = fast_kernels(4, 2, 32, dtype), ReferenceKernels()
+    x, weight = torch.randn(7, 96, generator=generator).to(dtype), torch.rand(96, generator=generator).to(dtype)
+    torch.testing.assert_close(fast.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    gate_up = (20 * torch.randn(7, 96, generator=generator)).to(dtype)
+    torch.testing.assert_close(fast.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_matrices_are_laid_out_in_and_out_of_blocks(source: torch.dtype, target: torch.dtype) -> None:
+    weight = torch.randn(70, 33, generator=torch.Generator().manual_seed(4)).to(source)
+    out = torch.zeros(33, 100, dtype=target)
+    fast_kernels(4, 2, 32, target).linear_layout(weight, out[:, 20:90])
+    expected = torch.zeros(33, 100, dtype=target)
+    expected[:, 20:90] = weight.t().to(target)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 511, 512, 5000])
+def test_sampling(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(300, vocab_size, generator=generator)
+    logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
+    logits[:, 1] = 0.0
+    temperatures = torch.rand(300, generator=generator) + 0.2
+    temperatures[::5] = 0
+    uniforms = torch.rand(300, generator=generator)
+    uniforms[:10], uniforms[10:20] = 0.0, 1 - 2.0**-24
+    token_ids, logprobs = fast_kernels(4, 2, 32, torch.float32).sample(logits, temperatures, uniforms)
+    expected_ids, expected_logprobs = ReferenceKernels().sample(logits, temperatures, uniforms)
+    # Where a uniform falls on the border of two tokens, rounding decides.
+    assert (token_ids == expected_ids).float().mean() > 0.98
+    same = token_ids == expected_ids
+    torch.testing.assert_close(logprobs[same], expected_logprobs[same], atol=1e-5, rtol=1e-5)
+    assert (logits.gather(1, token_ids[:, None]) > -torch.inf).all()
+
+
+def test_without_a_compiler_the_reference_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler in ("/nonexistent/cc", "false"):
+        monkeypatch.setenv("CC", compiler)
+        cpu._build.cache_clear()
+        assert cpu_kernels(4, 2, 32, torch.float32) is None
+    cpu._build.cache_clear()
+
+
+def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu._build.cache_clear()
+    assert cpu_kernels(4, 2, 32, torch.float32)
+    (library,) = tmp_path.rglob("*.so")
+    compiled_ns = library.stat().st_mtime_ns
+    cpu._build.cache_clear()
+    assert cpu_kernels(4, 2, 32, torch.float32)
+    assert [(path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.so")] == [(library, compiled_ns)]
+    cpu._build.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_gpu_kernel_in_the_interpreter() -> None:
+    """Triton's interpreter runs the kernel on the CPU; float32 only, it keeps bfloat16 as integers."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("run_gpu_kernel.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_truncation_keeps_what_it_should() -> None:
+    from midflight.engine.sampler import truncate
+
+    probabilities = torch.tensor([0.05, 0.4, 0.25, 0.2, 0.1])
+    cases = [
+        ((0, 1.0, 0.0), {0, 1, 2, 3, 4}),
+        ((2, 1.0, 0.0), {1, 2}),
+        ((0, 0.6, 0.0), {1, 2}),
+        ((0, 0.66, 0.0), {1, 2, 3}),
+        ((0, 1e-9, 0.0), {1}),
+        ((0, 1.0, 0.3), {1, 2, 3}),
+        ((3, 0.5, 0.0), {1, 2}),  # of the three, renormalized, two add up to a half
+        ((0, 1.0, 1.0), {1}),
+    ]
+    options = np.array([option for option, _ in cases], dtype=np.float32)
+    logits = probabilities.log().expand(len(cases), -1)
+    top_ks, top_ps, min_ps = torch.from_numpy(options).unbind(1)
+    kept = truncate(logits, torch.ones(len(cases)), top_ks.long(), top_ps, min_ps)
+    for row, (_, expected) in zip(kept, cases, strict=True):
+        assert set(torch.isfinite(row).nonzero().flatten().tolist()) == expected
+    # A higher temperature flattens first: 0.6 is then reached by more tokens.
+    hot = truncate(logits[:1], torch.tensor([4.0]), torch.tensor([0]), torch.tensor([0.6]), torch.tensor([0.0]))
+    assert torch.isfinite(hot).sum() == 3

@@ -31,7 +31,7 @@ def trajectories(lengths: list[int]) -> list[Trajectory]:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gpt2", "gemma2", "gemma3"])
 def test_packed_sequences_get_the_logits_they_get_alone(family: str) -> None:
     model = tiny_model(family)
     lengths = [5, 1, 17, 17, 2, 40, 9]

@@ -100,6 +100,8 @@ def packed_attention(
     *,
     packed: PackedSequences,
     scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; the signature is the AttentionInterface's.
@@ -110,9 +112,16 @@ def packed_attention(
     for bucket in packed.buckets:
         # Padding comes last in its row, so causality keeps it out of every result that is used.
         q, k, v = (_padded_rows(part, bucket) for part in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if softcap or (sliding_window and sliding_window < bucket.max_length):
+            positions = torch.arange(bucket.max_length, device=q.device)
+            visible = visible_columns(positions[None], bucket.max_length, sliding_window or 0)
+            out = masked_attention(
+                q, k, v, visible, q.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0
+            )
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packed.padded_index)[None], None
 
@@ -121,6 +130,32 @@ def _padded_rows(part: Tensor, bucket: Bucket) -> Tensor:
     """[1, heads, T, E] -> [S, heads, L, E]."""
     rows = part[0].transpose(0, 1).index_select(0, bucket.packed_index)
     return rows.view(bucket.num_sequences, bucket.max_length, *rows.shape[1:]).transpose(1, 2)
+
+
+def visible_columns(positions: Tensor, width: int, window: int) -> Tensor:
+    """Which of `width` columns a query at each position sees: up to itself, the last `window` of them if not 0.
+
+    Shapes: positions [B, L] -> bool [B, 1, L, width].
+    """
+    columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
+    visible = columns <= positions
+    return visible & (columns > positions - window) if window else visible
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention where `visible`; scores are capped to softcap * tanh(score / softcap) if softcap > 0.
+
+    Shapes: query [B, H, L, E], key and value [B, K, W, E], visible broadcasts to [B, H, L, W] -> [B, H, L, E].
+    """
+    num_groups = query.shape[1] // key.shape[1]
+    if not softcap:
+        return F.scaled_dot_product_attention(query, key, value, visible, scale=scale, enable_gqa=num_groups > 1)
+    scores = query.float() @ key.repeat_interleave(num_groups, 1).float().transpose(-1, -2) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (probabilities @ value.repeat_interleave(num_groups, 1).float()).to(query.dtype)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -9,6 +9,7 @@ from torch import Tensor
 from midflight.engine.cache import PAGE_SIZE, KVLayer
 from midflight.engine.plan import Batch
 from midflight.engine.sampler import sample
+from midflight.models.attention import masked_attention, visible_columns
 
 # Rows gathered out of the cache at a time: bounds the copy of their keys and values.
 _GATHER_ROWS = 64
@@ -124,18 +125,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, softcap: float, window: int
 ) -> Tensor:
     """query [B, H, t, E] at positions [B, t], key and value [B, K, W, E] -> [B, H, t, E]."""
-    columns = torch.arange(key.shape[2], device=key.device)
-    visible = columns <= positions[:, None, :, None]
-    if window:
-        visible &= columns > positions[:, None, :, None] - window
+    visible = visible_columns(positions, key.shape[2], window)
     # Garbage in unused slots must not turn a zero probability into NaN.
     value = value.masked_fill(~visible.any(dim=2)[..., None], 0)
-    if not softcap:
-        return F.scaled_dot_product_attention(
-            query, key, value, visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    groups = query.shape[1] // key.shape[1]
-    scores = query.float() @ key.repeat_interleave(groups, 1).float().transpose(-1, -2) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return (probabilities @ value.repeat_interleave(groups, 1).float()).to(query.dtype)
+    return masked_attention(query, key, value, visible, scale, softcap)

@@ -340,3 +340,23 @@ def assert_same(actual: dict[int, Completion], expected: dict[int, Completion]) 
         assert completion.generated.weight_versions.tolist() == other.generated.weight_versions.tolist()
         assert completion.finish_reason is other.finish_reason
         np.testing.assert_allclose(completion.generated.logprobs, other.generated.logprobs, atol=1e-5)
+
+
+def test_samples_of_one_prompt_cost_one_prefill() -> None:
+    model = tiny_model()
+    runner = engine_model(model.config, weights_of(model), max_length=56)
+    num_tokens = []
+    forward = runner.forward
+
+    def counting(batch, cache):
+        num_tokens.append(len(batch.token_ids))
+        return forward(batch, cache)
+
+    runner.forward = counting
+    engine = Engine(runner, EngineLimits(num_rows=8, max_prompt_tokens=32, max_new_tokens=24))
+    asked = requests(8, shared_prompt=True)
+    engine.add(asked)
+    while min(len(engine.generated(request.rollout_id)) for request in asked) == 0:
+        assert not engine.step()
+    # The first sibling runs the prompt; the others take over its pages and sample while it decodes its second token.
+    assert num_tokens == [len(asked[0].prompt_token_ids), 1]

@@ -26,6 +26,7 @@ from midflight.generation.schemas import (
     AssistantMessage,
     ChatChunk,
     ChatLogprobs,
+    ChatMessage,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -75,7 +76,7 @@ def openai_router(model: ServedModel, jobs: Jobs) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatResponse, responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; the model's own chat template makes it a prompt."""
-        prompt = await text.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
+        prompt = await text.encode_chat([_plain(message) for message in body.messages])
         reply = _ChatReply(model.name, body, prompt, text)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _answer(model, jobs, request, reply, max_tokens)
@@ -99,7 +100,7 @@ class _Text:
     async def encode(self, text: str) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenizer.encode, text)
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Raises: ApiError 400 if there is no chat template, or it does not take these messages."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(400, "the model's tokenizer has no chat template; /v1/completions would work")
@@ -207,6 +208,13 @@ class _ChatReply(_Reply):
             return None
         pairs = zip(*self._logprobs(part), strict=True)
         return ChatLogprobs(content=[TokenLogprob(token=token, logprob=logprob) for token, logprob in pairs])
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    """As most templates want it: the parts of the content in one text."""
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return {"role": message.role, "content": text, **({"name": message.name} if message.name else {})}
 
 
 def finite_or_none(logprobs: np.ndarray[Any, np.dtype[np.float32]]) -> list[float | None]:

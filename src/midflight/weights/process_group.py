@@ -249,7 +249,7 @@ class ProcessGroupSender:
         for rank in self._ranks:
             self._store.delete_key(_key(rank))
         # A store that waits for a key is locked meanwhile; refusals need one of their own.
-        refusals = self._store.clone()
+        refusals = self._store.clone()  # type: ignore[attr-defined]
 
         def call_or_refuse(rank: int) -> Answer:
             try:

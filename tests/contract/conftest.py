@@ -1,0 +1,90 @@
+"""A tiny model behind real HTTP: uvicorn in a thread, on a free port of the loopback device."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from transformers import PreTrainedTokenizerFast
+
+from midflight.generation.driver import GeneratorDriver
+from midflight.generation.openai_routes import ServedModel
+from midflight.generation.server import create_app
+from midflight.models.loading import load_tokenizer, weights_of
+from midflight.protocols import Generator
+from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
+from midflight.weights.process_group import specs_of
+
+TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    driver: GeneratorDriver
+    app: Any
+    http: httpx.Client
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"midflight_{name} "))
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(TOKENIZER)
+
+
+@pytest.fixture
+def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
+    """Starts servers; options are those of `create_app`, and another generator, tokenizer or model seed."""
+    with ExitStack() as stack:
+
+        def start(
+            generator: Generator | None = None,
+            *,
+            served_tokenizer: Any = None,
+            max_tokens: int = MAX_TOKENS,
+            **options: Any,
+        ) -> Server:
+            model = tiny_model()
+            engine = generator or tiny_engine(model, max_new_tokens=max_tokens)
+            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, max_tokens, 16)
+            driver = GeneratorDriver(engine)
+            app = create_app(driver, served, specs_of(weights_of(model)), **options)
+            url = stack.enter_context(running(app))
+            http = stack.enter_context(httpx.Client(base_url=url, timeout=60))
+            return Server(url, driver, app, http)
+
+        yield start
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture
+def server(start_server: StartServer) -> Server:
+    return start_server()

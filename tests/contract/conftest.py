@@ -47,27 +47,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return load_tokenizer(TOKENIZER)
 
 
-@pytest.fixture
-def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
-    """Starts servers; options are those of `create_app`, and another generator, tokenizer or model seed."""
+@contextmanager
+def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
+    """Starts servers; options are those of `create_app`, and another generator or tokenizer."""
     with ExitStack() as stack:
 
-        def start(
-            generator: Generator | None = None,
-            *,
-            served_tokenizer: Any = None,
-            max_tokens: int = MAX_TOKENS,
-            **options: Any,
-        ) -> Server:
+        def start(generator: Generator | None = None, *, served_tokenizer: Any = None, **options: Any) -> Server:
             model = tiny_model()
-            engine = generator or tiny_engine(model, max_new_tokens=max_tokens)
-            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, max_tokens, 16)
-            driver = GeneratorDriver(engine)
+            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, MAX_TOKENS, 16)
+            driver = GeneratorDriver(generator or tiny_engine(model, max_new_tokens=MAX_TOKENS))
             app = create_app(driver, served, specs_of(weights_of(model)), **options)
             url = stack.enter_context(running(app))
             http = stack.enter_context(httpx.Client(base_url=url, timeout=60))
             return Server(url, driver, app, http)
 
+        yield start
+
+
+@pytest.fixture
+def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
+    with server_starter(tokenizer) as start:
         yield start
 
 
@@ -85,6 +84,8 @@ def running(app: Any) -> Iterator[str]:
         listener.close()
 
 
-@pytest.fixture
-def server(start_server: StartServer) -> Server:
-    return start_server()
+@pytest.fixture(scope="module")
+def server(tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:
+    """One for all tests of a file that leave it as it was."""
+    with server_starter(tokenizer) as start:
+        yield start()

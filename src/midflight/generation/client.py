@@ -148,7 +148,7 @@ class HTTPGenerator:
             try:
                 self._call("POST", "/abort", {"rollout_ids": open_ids})
             except GenerationLostError as error:
-                self._lose(open_ids, error)
+                self._lose([self._running[rollout_id] for rollout_id in open_ids], error)
         with self._changed:
             if not self._changed.wait_for(
                 lambda: all(self._running[rollout_id].has_ended for rollout_id in open_ids), self._timeout_s
@@ -196,11 +196,10 @@ class HTTPGenerator:
         running = self._running.pop(rollout_id)
         return Completion(rollout_id, running.generated(), running.finish_reason or FinishReason.ABORT)
 
-    def _lose(self, rollout_ids: Sequence[RolloutId], failure: MidflightError) -> None:
+    def _lose(self, lost: Sequence[_Running], failure: MidflightError) -> None:
         with self._changed:
-            for rollout_id in rollout_ids:
-                running = self._running.get(rollout_id)
-                if running and not running.has_ended:
+            for running in lost:
+                if not running.has_ended:
                     running.failure = failure
             self._changed.notify_all()
 
@@ -226,7 +225,7 @@ class HTTPGenerator:
                 raise _refusal(response)
             return response.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise GenerationLostError(f"{self._control.base_url}{path.lstrip('/')}: {_reason(error)}") from error
+            raise GenerationLostError(f"{self._control.base_url.join(path)}: {_reason(error)}") from error
 
     async def _open_all(self, requests: Sequence[GenerationRequest]) -> None:
         opened = await asyncio.gather(*map(self._open, requests), return_exceptions=True)
@@ -236,9 +235,10 @@ class HTTPGenerator:
             await asyncio.gather(*(response.aclose() for response in accepted))
             raise refused[0]
         for request, response in zip(requests, accepted, strict=True):
+            running = _Running()
             with self._changed:
-                self._running[request.rollout_id] = _Running()
-            task = self._loop.create_task(self._read(request.rollout_id, response))
+                self._running[request.rollout_id] = running
+            task = self._loop.create_task(self._read(running, response))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -254,30 +254,29 @@ class HTTPGenerator:
         except (httpx.HTTPError, ValueError) as error:
             raise GenerationLostError(f"{http_request.url}: {_reason(error)}") from error
 
-    async def _read(self, rollout_id: RolloutId, response: httpx.Response) -> None:
+    async def _read(self, running: _Running, response: httpx.Response) -> None:
+        failure: MidflightError = GenerationLostError(f"{response.url}: the stream broke off")
         try:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    self._take_in(rollout_id, json.loads(line.removeprefix("data: ")))
-            self._lose([rollout_id], GenerationLostError(f"{response.url}: the stream broke off"))
-        except MidflightError as error:
-            self._lose([rollout_id], error)
+                    self._take_in(running, json.loads(line.removeprefix("data: ")))
+        except GenerationError as error:
+            failure = error
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            self._lose([rollout_id], GenerationLostError(f"{response.url}: {_reason(error)}"))
+            failure = GenerationLostError(f"{response.url}: {_reason(error)}")
         finally:
+            self._lose([running], failure)  # says nothing to one that has ended
             await response.aclose()
 
-    def _take_in(self, rollout_id: RolloutId, event: dict[str, Any]) -> None:
+    def _take_in(self, running: _Running, event: dict[str, Any]) -> None:
         if "error" in event:
             raise GenerationError(event["error"]["message"])
         for choice in event["choices"]:
+            logprobs = choice["logprobs"]["token_logprobs"]
             with self._changed:
-                running = self._running[rollout_id]
                 running.token_ids += choice["token_ids"]
                 running.weight_versions += choice["weight_versions"]
-                running.logprobs += [
-                    float("nan") if value is None else value for value in choice["logprobs"]["token_logprobs"]
-                ]
+                running.logprobs += [float("nan") if value is None else value for value in logprobs]
                 if choice["finish_reason"]:
                     running.finish_reason = FinishReason(choice["finish_reason"])
                     self._changed.notify_all()

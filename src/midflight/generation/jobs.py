@@ -120,7 +120,7 @@ class Jobs:
         if self.driver.failure:
             raise ApiError(503, str(self.driver.failure), code="generation_failed")
         rollout_ids = [request.rollout_id for request in requests]
-        while clash := next((each for each in rollout_ids if each in self._active), None):
+        while (clash := next((each for each in rollout_ids if each in self._active), None)) is not None:
             if not wait:
                 raise ApiError(409, f"rollout {clash} is in flight already", param="rollout_id")
             await self._active[clash].ended.wait()

@@ -138,7 +138,7 @@ class ProcessGroupReceiver:
                 bucket = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self._device)
                 _broadcast(self._group, bucket, self._timeout_s, f"bucket {index + 1} of {len(buckets)}")
                 weights.update(layout.views(bucket))
-        except (RuntimeError, WeightUpdateError) as error:
+        except RuntimeError as error:
             self.close()
             raise WeightUpdateError(f"version {announcement.version} did not arrive: {_reason(error)}") from error
         return weights
@@ -309,7 +309,7 @@ def _broadcast(group: Any, bucket: Tensor, timeout_s: float, what: str) -> None:
         if bucket.is_cuda:
             torch.cuda.synchronize(bucket.device)
     except RuntimeError as error:
-        raise WeightUpdateError(f"{what}: {_reason(error)}") from error
+        raise RuntimeError(f"{what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -47,6 +48,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return load_tokenizer(TOKENIZER)
 
 
+@pytest.fixture(scope="session")
+def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same, with a chat template that refuses what no user says."""
+    with_template = copy.deepcopy(tokenizer)
+    with_template.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('only users may speak') }}"
+        "{% endif %}{{ message['content'] }}{% endfor %}:"
+    )
+    return with_template
+
+
 @contextmanager
 def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
     """Starts servers; options are those of `create_app`, and another generator or tokenizer."""
@@ -88,4 +100,10 @@ def running(app: Any) -> Iterator[str]:
 def server(tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:
     """One for all tests of a file that leave it as it was."""
     with server_starter(tokenizer) as start:
+        yield start()
+
+
+@pytest.fixture(scope="module")
+def chat_server(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:
+    with server_starter(chat_tokenizer) as start:
         yield start()

@@ -10,13 +10,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.testing.tiny_models import tiny_engine, tiny_model
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
-
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
 
 
 @pytest.fixture
@@ -26,12 +23,8 @@ def client(server):
 
 
 @pytest.fixture
-def chatty(start_server, tokenizer: PreTrainedTokenizerFast):
-    """A server whose tokenizer has a chat template, and a client."""
-    from copy import deepcopy
-
-    chat_tokenizer = deepcopy(tokenizer)
-    chat_tokenizer.chat_template = TEMPLATE
+def chatty(start_server, chat_tokenizer):
+    """A client of a server whose tokenizer has a chat template."""
     server = start_server(served_tokenizer=chat_tokenizer)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         yield client
@@ -242,15 +235,9 @@ def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
 
 
-def test_a_template_that_refuses_is_a_bad_request(start_server, tokenizer) -> None:
-    from copy import deepcopy
-
-    strict = deepcopy(tokenizer)
-    strict.chat_template = "{{ raise_exception('only users may speak') }}"
-    server = start_server(served_tokenizer=strict)
-    response = server.http.post("/v1/chat/completions", json={"messages": [{"role": "system", "content": "a"}]})
-    assert response.status_code == 400
-    assert "only users may speak" in response.json()["error"]["message"]
+def test_a_template_that_refuses_is_a_bad_request(chatty: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="only users may speak"):
+        chatty.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "a"}])
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"[" * 100_000, b"NaN", b"3"])

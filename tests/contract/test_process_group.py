@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import Future
 
@@ -144,6 +145,20 @@ def test_a_sender_that_leaves_breaks_the_transfer_for_the_receiver() -> None:
     thread.join()
     with pytest.raises(WeightUpdateError, match="version 3 did not arrive: "):
         failure.result()
+
+
+def test_only_the_given_address_is_listened_on() -> None:
+    """All of 127.0.0.0/8 is this machine."""
+    receivers, invitations = Receivers(), []
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
+
+    def invite(invitation: Invitation) -> None:
+        invitations.append(invitation)
+        receivers.invite(invitation)
+
+    sender.connect(invite)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", invitations[0].master_port))
 
 
 def test_the_address_for_loopback_is_loopback() -> None:

@@ -86,7 +86,10 @@ class HTTPGenerator:
         self._changed = threading.Condition()
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
         limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
-        options: dict[str, Any] = {"base_url": base_url, "headers": headers, "timeout": timeout_s, "limits": limits}
+        # A proxy of the environment is not meant for the machines of a run.
+        options: dict[str, Any] = {
+            "base_url": base_url, "headers": headers, "timeout": timeout_s, "limits": limits, "trust_env": False
+        }  # fmt: skip
         self._control = httpx.Client(**options)
         try:
             self._call("GET", "/health")
@@ -246,12 +249,13 @@ class HTTPGenerator:
         """The response as soon as its headers are there: the server has then accepted the request."""
         http_request = self._streams.build_request("POST", "/v1/completions", json=_body(request, self._chunk_tokens))
         try:
-            response = await self._streams.send(http_request, stream=True)
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._streams.send(http_request, stream=True)
             if response.is_success:
                 return response
             await response.aread()
             raise _refusal(response)
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ValueError, TimeoutError) as error:
             raise GenerationLostError(f"{http_request.url}: {_reason(error)}") from error
 
     async def _read(self, running: _Running, response: httpx.Response) -> None:

@@ -49,11 +49,6 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
             raise ApiError(503, str(driver.failure), code="generation_failed")
         return status()
 
-    @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> str:
-        """For Prometheus."""
-        return _prometheus(driver)
-
     @router.post("/abort", response_model=AbortResponse, dependencies=admin)
     async def abort(body: AbortRequest) -> AbortResponse:
         """Stop these rollouts and return what they generated so far; those not in flight are passed over."""
@@ -96,6 +91,17 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
         """Receive the announced tensors while decoding goes on, then swap them in between two steps."""
         with weights.one_at_a_time():
             return await asyncio.wrap_future(run_in_background(lambda: weights.update(body)))
+
+    return router
+
+
+def metrics_router(driver: GeneratorDriver) -> APIRouter:
+    router = APIRouter(tags=["control"])
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> str:
+        """For Prometheus."""
+        return _prometheus(driver)
 
     return router
 

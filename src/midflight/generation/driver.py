@@ -7,6 +7,7 @@ unblocked by   any command; close
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,7 @@ class GeneratorDriver:
                 try:
                     self._step()
                 except Exception as error:
+                    _log.exception("a generation step failed")
                     self._fail(GenerationError(f"generation failed: {type(error).__name__}: {error}"))
 
     def _has_work(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from midflight.generation.control_routes import WeightIntake, control_router
+from midflight.generation.control_routes import WeightIntake, control_router, metrics_router
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import BodyLimit, install_error_handlers
 from midflight.generation.jobs import Jobs
@@ -41,6 +41,7 @@ def create_app(
     app.state.admin_token = admin_token
     app.include_router(openai_router(model, Jobs(driver)))
     app.include_router(control_router(driver, WeightIntake(driver, weight_specs, device)))
+    app.include_router(metrics_router(driver))
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     _document_400_for_422(app)

@@ -106,9 +106,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise RecipeError(
-            f"serve.port = {port}: cannot listen on {host}:{port}: {error.strerror}; 0 picks a free port"
-        ) from error
+        reason = (error.strerror or str(error)).partition(" (")[0]
+        raise RecipeError(f"cannot listen on {host}:{port}: {reason}; serve.port = 0 picks a free port") from error
 
 
 def _url(listener: socket.socket) -> str:

@@ -17,7 +17,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from midflight.generation.driver import GeneratorDriver
-from midflight.generation.openai_routes import ServedModel
+from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.models.loading import load_tokenizer, weights_of
 from midflight.protocols import Generator

@@ -43,7 +43,7 @@ class ApiError(Exception):
         super().__init__(message)
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.status = status
-        self.detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+        self.detail = ErrorDetail(message=_writable(message), type=kind, param=param and _writable(param), code=code)
         self.headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
 
 
@@ -83,7 +83,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class BodyLimit:
-    """Refuses bodies of more than `max_bytes` as soon as that is known, and never holds more of one."""
+    """Refuses bodies of more than `max_bytes` as soon as that is known, and never holds more of one.
+
+    FastAPI's own `max_body_size` answers in plain text, where a client expects the shape of every other error.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -122,6 +125,11 @@ def require_admin(
         raise ApiError(401, "this needs the header Authorization: Bearer <admin token>")
     if not hmac.compare_digest(credentials.credentials.encode(), expected.encode()):
         raise ApiError(403, "the admin token is wrong")
+
+
+def _writable(text: str) -> str:
+    """JSON can say half a surrogate pair, UTF-8 cannot."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

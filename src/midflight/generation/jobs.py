@@ -65,7 +65,7 @@ class Job:
     """The choices of one HTTP request. Must be closed."""
 
     def __init__(self, jobs: Jobs, rollout_ids: Sequence[RolloutId], assemblies: Sequence[_Assembly]) -> None:
-        self._jobs, self._rollout_ids = jobs, rollout_ids
+        self._jobs = jobs
         self._open = dict(zip(rollout_ids, assemblies, strict=True))
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Progress | GenerationError] = asyncio.Queue()
@@ -73,7 +73,13 @@ class Job:
 
     def listen(self, progress: Progress | GenerationError) -> None:
         """Called by the driver's thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, progress)
+        self._loop.call_soon_threadsafe(self._hear, progress)
+
+    def _hear(self, progress: Progress | GenerationError) -> None:
+        # Its id is free from here on, however long it takes to send what it says.
+        if isinstance(progress, Progress) and progress.finish_reason is not None:
+            self._jobs.forget(self, [progress.rollout_id])
+        self._queue.put_nowait(progress)
 
     async def parts(self) -> AsyncIterator[Part]:
         """Raises: GenerationError if a step failed."""
@@ -82,19 +88,20 @@ class Job:
             if isinstance(progress, GenerationError):
                 raise progress
             assembly = self._open.get(progress.rollout_id)
-            if assembly is None:  # ended by a stop string; the driver did not know yet
+            if assembly is None:  # ended by a stop string before
                 continue
             part = assembly.take(progress)
             if part.finish_reason is not None:
                 del self._open[part.rollout_id]
-                if progress.finish_reason is None:
+                if part.rollout_id in self._jobs.of(self):  # a stop string, which the driver knows nothing of
                     self._jobs.driver.abort([part.rollout_id])
             yield part
 
     def close(self) -> None:
         """Abort what has not ended; the ids are free once the driver has seen to it. Does not wait."""
-        aborted = self._jobs.driver.abort(self._rollout_ids)
-        aborted.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._jobs.forget, self._rollout_ids))
+        rollout_ids = self._jobs.of(self)
+        aborted = self._jobs.driver.abort(rollout_ids)
+        aborted.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._jobs.forget, self, rollout_ids))
 
 
 class Jobs:
@@ -135,7 +142,14 @@ class Jobs:
             raise
         return job
 
-    def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
-        """Free the ids of a job that was closed."""
+    def of(self, job: Job) -> list[RolloutId]:
+        """The ids of this job that are not free yet."""
+        return [rollout_id for rollout_id, active in self._active.items() if active is job]
+
+    def forget(self, job: Job, rollout_ids: Sequence[RolloutId]) -> None:
+        """Free these ids, unless another job has them by now."""
         for rollout_id in rollout_ids:
-            self._active.pop(rollout_id).ended.set()
+            if self._active.get(rollout_id) is job:
+                del self._active[rollout_id]
+        if not self.of(job):
+            job.ended.set()

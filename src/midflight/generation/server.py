@@ -12,7 +12,8 @@ from midflight.generation.control_routes import WeightIntake, control_router, me
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import BodyLimit, install_error_handlers
 from midflight.generation.jobs import Jobs
-from midflight.generation.openai_routes import ServedModel, openai_router
+from midflight.generation.openai_routes import openai_router
+from midflight.generation.request_parsing import ServedModel
 from midflight.types import TensorSpec
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20

@@ -17,7 +17,7 @@ import uvicorn
 from midflight.config import Recipe
 from midflight.errors import RecipeError
 from midflight.generation.driver import GeneratorDriver
-from midflight.generation.openai_routes import ServedModel
+from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.launch.build import build_engine, check_model, num_threads
 from midflight.models.loading import load_config, load_model, weights_of

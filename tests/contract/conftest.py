@@ -85,6 +85,7 @@ def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
 @contextmanager
 def running(app: Any) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

@@ -31,7 +31,7 @@ class Generated(Wire):
     """What an earlier attempt already sampled: per token its id, logprob (nats, float32) and weight version."""
 
     token_ids: list[TokenId]
-    logprobs: list[float]
+    logprobs: list[Annotated[float, Field(ge=-1e38, le=1e38)]]
     weight_versions: list[Version]
 
 
@@ -45,7 +45,7 @@ class GenerationOptions(Wire):
 
     model: str | None = Field(None, description="default: the model that is served")
     n: int | None = Field(None, ge=1, description="default 1; choice i is rollout rollout_id + i")
-    temperature: float | None = Field(None, ge=0, description="default 1; 0 is greedy")
+    temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy; else at least 0.001")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31, description="sample from the top_k likeliest tokens; 0: all")
     min_p: float | None = Field(None, ge=0, le=1, description="drop tokens this much less likely than the likeliest")

@@ -78,6 +78,14 @@ def evaluate(
 
 
 @app.command()
+def serve(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
+    """Serve the model over HTTP: OpenAI's API, token ids and weight versions, in-flight weight updates."""
+    from midflight.launch.serve import serve_model
+
+    serve_model(load_recipe(recipe_path, overrides or []), lambda url: print(f"serving at {url}", flush=True))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="finished or interrupted runs")],
     plot: Annotated[Path | None, typer.Option(help="also draw reward against seconds and samples here (PNG)")] = None,

@@ -128,6 +128,24 @@ class EvalConfig(Section):
     hard_from: int = Field(5, ge=0, description="accuracy is also reported for problems of this difficulty and above")
 
 
+class ServeConfig(Section):
+    """`midflight serve`: the model over HTTP."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; other than loopback needs a token")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0: any that is free")
+    admin_token: pydantic.SecretStr | None = Field(
+        None,
+        exclude=True,  # a run directory is no place for it
+        description="what weight updates, abort, pause and resume must carry; default: $MIDFLIGHT_ADMIN_TOKEN, or none",
+    )
+    model_name: str | None = Field(
+        None, min_length=1, description="what clients call the model; default: its directory"
+    )
+    num_in_flight: int = Field(64, ge=1, description="sequences being generated at a time; more requests wait")
+    max_samples: int = Field(128, ge=1, description="most samples (n) of one request")
+    max_body_bytes: int = Field(4 << 20, ge=1, description="largest request body, bytes")
+
+
 class Recipe(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -140,6 +158,7 @@ class Recipe(Section):
     loss: LossConfig = LossConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    serve: ServeConfig = ServeConfig()
 
     @pydantic.model_validator(mode="after")
     def check_batches(self) -> Recipe:

@@ -5,6 +5,8 @@ MidflightError
 ├── RunDirectoryError    the run directory cannot be used as asked                  exit code 2
 ├── ModelError           the model directory or its tokenizer does not fit          exit code 2
 ├── RequestError         a generation request that cannot be served, and which number is wrong
+├── GenerationError      generation failed: what was in flight is lost               exit code 1
+├── GenerationLostError  a generation server cannot be reached or broke off         exit code 1
 ├── CheckpointError      a checkpoint could not be written or read                  exit code 1
 ├── StreamError          a record could not be written or read                      exit code 1
 ├── WeightUpdateError    new weights do not fit; the old ones go on serving         exit code 1
@@ -37,6 +39,14 @@ class ModelError(MidflightError):
 
 class RequestError(MidflightError):
     exit_code = 2
+
+
+class GenerationError(MidflightError):
+    pass
+
+
+class GenerationLostError(MidflightError):
+    pass
 
 
 class CheckpointError(MidflightError):

@@ -4,5 +4,6 @@ build.py            recipe -> schedule, environment, engine, trainer, loss
 run_directory.py    where everything of a run is, and its lock
 workers.py          the two process bodies: rollout and trainer
 local.py            the supervisor on one machine
+serve.py            a model over HTTP
 progress.py         what a person sees while it runs; report.py afterwards
 """

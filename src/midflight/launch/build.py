@@ -116,16 +116,28 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises: RecipeError, ModelError.
     """
-    for section, device in (("engine", recipe.engine.device), ("trainer", recipe.trainer.device)):
-        if device != "cpu" and not torch.cuda.is_available():
-            raise RecipeError(f"{section}.device = {device!r}: this machine has no CUDA device; 'cpu' would work")
+    check_device("trainer", recipe.trainer.device)
+    tokenizer = check_model(recipe)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer in {recipe.model.path} has no end-of-sequence token: no response could end")
+    _check_tokenizer_fits(recipe, build_environment(recipe), tokenizer, recipe.model.path)
+
+
+def check_device(section: str, device: str) -> None:
+    if device != "cpu" and not torch.cuda.is_available():
+        raise RecipeError(f"{section}.device = {device!r}: this machine has no CUDA device; 'cpu' would work")
+
+
+def check_model(recipe: Recipe) -> Any:
+    """Whether the engine can run the model; returns its tokenizer.
+
+    Raises: RecipeError, ModelError.
+    """
+    check_device("engine", recipe.engine.device)
     path = recipe.model.path
     check_model_directory(path)
     check_engine_runs(load_config(path))
-    tokenizer = load_tokenizer(path)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer in {path} has no end-of-sequence token: no response could end")
-    _check_tokenizer_fits(recipe, build_environment(recipe), tokenizer, path)
+    return load_tokenizer(path)
 
 
 def _check_tokenizer_fits(recipe: Recipe, environment: Environment, tokenizer: Any, path: Path) -> None:

@@ -1,0 +1,195 @@
+"""Everything that is not a completion: abort, pause, resume, health, metrics, and new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import PlainTextResponse
+
+from midflight.background import run_in_background
+from midflight.errors import WeightUpdateError
+from midflight.generation.driver import GeneratorDriver
+from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, require_admin
+from midflight.generation.replies import finite_or_none
+from midflight.generation.schemas import (
+    AbortedRollout,
+    AbortRequest,
+    AbortResponse,
+    InitProcessGroupRequest,
+    InitProcessGroupResponse,
+    Status,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from midflight.types import RolloutId, TensorSpec
+from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver
+from midflight.weights.slot_file import DTYPES
+
+
+def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
+    router = APIRouter(tags=["control"], responses=ERROR_RESPONSES)
+    admin = [Depends(require_admin)]
+
+    def status() -> Status:
+        return Status(
+            status="paused" if driver.paused else "ok",
+            weight_version=driver.weight_version,
+            in_flight=driver.num_in_flight,
+        )
+
+    @router.get("/health", response_model=Status)
+    async def health() -> Status:
+        """Whether generation works; 503 once it has failed."""
+        if driver.failure:
+            raise ApiError(503, str(driver.failure), code="generation_failed")
+        return status()
+
+    @router.post("/abort", response_model=AbortResponse, dependencies=admin)
+    async def abort(body: AbortRequest) -> AbortResponse:
+        """Stop these rollouts and return what they generated so far; those not in flight are passed over."""
+        completions = await asyncio.wrap_future(driver.abort([RolloutId(each) for each in body.rollout_ids]))
+        return AbortResponse(
+            aborted=[
+                AbortedRollout(
+                    rollout_id=completion.rollout_id,
+                    token_ids=completion.generated.token_ids.tolist(),
+                    logprobs=finite_or_none(completion.generated.logprobs),
+                    weight_versions=completion.generated.weight_versions.tolist(),
+                )
+                for completion in completions
+            ]
+        )
+
+    @router.post("/pause", response_model=Status, dependencies=admin)
+    async def pause() -> Status:
+        """Stop sampling; what is in flight stays there, and requests are taken."""
+        await asyncio.wrap_future(driver.pause())
+        return status()
+
+    @router.post("/resume", response_model=Status, dependencies=admin)
+    async def resume() -> Status:
+        """Go on sampling."""
+        await asyncio.wrap_future(driver.resume())
+        return status()
+
+    @router.post("/init_process_group", response_model=InitProcessGroupResponse, dependencies=admin)
+    async def init_process_group(body: InitProcessGroupRequest) -> InitProcessGroupResponse:
+        """Join the process group that new weights come through, instead of one joined before."""
+        if body.rank >= body.world_size:
+            raise ApiError(400, f"rank is {body.rank}, not 1 to {body.world_size - 1}", param="rank")
+        with weights.one_at_a_time():
+            await asyncio.wrap_future(run_in_background(lambda: weights.join(Invitation(**body.model_dump()))))
+        return InitProcessGroupResponse(rank=body.rank, world_size=body.world_size)
+
+    @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
+    async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Receive the announced tensors while decoding goes on, then swap them in between two steps."""
+        with weights.one_at_a_time():
+            return await asyncio.wrap_future(run_in_background(lambda: weights.update(body)))
+
+    return router
+
+
+def metrics_router(driver: GeneratorDriver) -> APIRouter:
+    router = APIRouter(tags=["control"])
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> str:
+        """For Prometheus."""
+        return _prometheus(driver)
+
+    return router
+
+
+class WeightIntake:
+    """The server's end of the weight transport; its methods block, but for `one_at_a_time`.
+
+    `expected` are the tensors of the model: an announcement of others is refused before anything is received.
+    """
+
+    def __init__(self, driver: GeneratorDriver, expected: Sequence[TensorSpec], device: str = "cpu") -> None:
+        self._driver, self._device = driver, device
+        self._expected = {spec.name: spec.shape for spec in expected}
+        self._receiver: ProcessGroupReceiver | None = None
+        self._busy = False
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Raises: ApiError 409 if another update or join is going on. For the event loop's thread only."""
+        if self._busy:
+            raise ApiError(409, "another weight update is going on", code="update_in_progress")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def join(self, invitation: Invitation) -> None:
+        """Raises: WeightUpdateError if the group does not come together in time."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._receiver = ProcessGroupReceiver(invitation, self._device)
+
+    def update(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Raises: WeightUpdateError; the old weights then go on serving."""
+        started_s = time.perf_counter()
+        specs = self._check(body)
+        if self._receiver is None:
+            raise WeightUpdateError("there is no process group; POST /init_process_group comes first")
+        try:
+            received = self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes))
+        except WeightUpdateError:
+            self._receiver = None
+            raise
+        pause_s = self._driver.update_weights(body.version, received).result()
+        return WeightUpdateResponse(
+            version=body.version,
+            pause_s=pause_s,
+            seconds=time.perf_counter() - started_s,
+            bytes=sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs),
+        )
+
+    def _check(self, body: WeightUpdateRequest) -> tuple[TensorSpec, ...]:
+        if not len(body.names) == len(body.dtypes) == len(body.shapes):
+            raise WeightUpdateError(
+                f"{len(body.names)} names, {len(body.dtypes)} dtypes and {len(body.shapes)} shapes were announced"
+            )
+        specs = tuple(map(TensorSpec, body.names, map(tuple, body.shapes), body.dtypes))
+        missing, extra = self._expected.keys() - set(body.names), set(body.names) - self._expected.keys()
+        if missing:
+            raise WeightUpdateError(f"the announced weights lack {min(missing)!r}")
+        if extra:
+            raise WeightUpdateError(f"the model has no tensor {min(extra)!r}")
+        for spec in specs:
+            if spec.shape != self._expected[spec.name]:
+                expected = list(self._expected[spec.name])
+                raise WeightUpdateError(f"tensor {spec.name!r} is announced as {list(spec.shape)}, not {expected}")
+            if spec.dtype not in DTYPES:
+                raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}; only {', '.join(DTYPES)} can be sent")
+        return specs
+
+
+_METRICS: tuple[tuple[str, str, str, Callable[[GeneratorDriver], float]], ...] = (
+    ("requests_in_flight", "gauge", "Sequences taken and not yet done", lambda driver: driver.num_in_flight),
+    ("requests_finished_total", "counter", "Sequences done", lambda driver: driver.counters.finished),
+    ("requests_aborted_total", "counter", "Sequences aborted", lambda driver: driver.counters.aborted),
+    ("generated_tokens_total", "counter", "Tokens sampled", lambda driver: driver.counters.generated_tokens),
+    ("weight_version", "gauge", "Optimizer steps behind the weights", lambda driver: driver.weight_version),
+    ("weight_updates_total", "counter", "Weight updates", lambda driver: driver.counters.updates),
+    ("weight_update_pause_seconds", "gauge", "Of the last update", lambda driver: driver.counters.update_pause_s),
+    ("paused", "gauge", "1 while paused", lambda driver: float(driver.paused)),
+    ("failed", "gauge", "1 once generation has failed", lambda driver: float(driver.failure is not None)),
+)
+
+
+def _prometheus(driver: GeneratorDriver) -> str:
+    return "".join(
+        f"# HELP midflight_{name} {text}\n# TYPE midflight_{name} {kind}\nmidflight_{name} {read(driver)}\n"
+        for name, kind, text, read in _METRICS
+    )

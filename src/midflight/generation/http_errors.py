@@ -1,0 +1,145 @@
+"""Every error in the OpenAI shape; the limit on bodies; the admin token."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import HTTPException as FastAPIHTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from midflight.errors import GenerationError, RequestError, WeightUpdateError
+from midflight.generation.schemas import ErrorDetail, ErrorResponse
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+_LONGEST_INPUT_SHOWN = 60  # characters
+
+# Every route can answer these; OpenAPI says so.
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "The request cannot be served as it is; the message says which value is wrong"),
+        (401, "An admin token is needed"),
+        (403, "The admin token is wrong"),
+        (404, "There is no such model"),
+        (409, "Something else is in the way"),
+        (413, "The body is too large"),
+        (500, "Generation failed while this request was in flight"),
+        (503, "Generation failed earlier; this server has to be started again"),
+    )
+}
+
+
+class ApiError(Exception):
+    """An answer other than success; `param` is the field that is wrong."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.status = status
+        self.detail = ErrorDetail(message=_writable(message), type=kind, param=param and _writable(param), code=code)
+        self.headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to one of our own errors; anything else is a 500."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _invalid(error)
+        case HTTPException():
+            answer = ApiError(error.status_code, str(error.detail))
+            answer.headers = dict(error.headers) if error.headers else None
+            return answer
+        case RequestError():
+            return ApiError(400, str(error))
+        case WeightUpdateError():
+            answer = ApiError(400, str(error))
+            answer.detail.type = "weight_update_error"
+            return answer
+        case GenerationError():
+            return ApiError(500, str(error), code="generation_failed")
+        case _:
+            return ApiError(500, f"{type(error).__name__}: {error}")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        api_error = as_api_error(error)
+        body = ErrorResponse(error=api_error.detail).model_dump()
+        return JSONResponse(body, api_error.status, headers=api_error.headers)
+
+    for kind in (
+        ApiError, RequestValidationError, HTTPException, RequestError, WeightUpdateError, GenerationError, Exception
+    ):  # fmt: skip
+        app.add_exception_handler(kind, answer)
+
+
+class BodyLimit:
+    """Refuses bodies of more than `max_bytes` as soon as that is known, and never holds more of one.
+
+    FastAPI's own `max_body_size` answers in plain text, where a client expects the shape of every other error.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            announced = dict(scope["headers"]).get(b"content-length", b"0")
+            too_long = announced.isdigit() and int(announced) > self._max_bytes
+            receive = _limited(receive, self._max_bytes, too_long)
+        await self._app(scope, receive, send)
+
+
+def _limited(receive: Receive, max_bytes: int, too_long: bool) -> Callable[[], Awaitable[Message]]:
+    num_bytes = 0
+
+    # FastAPI passes only its own HTTPException on from where it reads a body.
+    async def limited() -> Message:
+        nonlocal num_bytes
+        message: Message = {} if too_long else await receive()
+        num_bytes += len(message.get("body", b""))
+        if too_long or num_bytes > max_bytes:
+            raise FastAPIHTTPException(413, f"the body has more than {max_bytes} bytes")
+        return message
+
+    return limited
+
+
+def require_admin(
+    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+) -> None:
+    """Raises: ApiError 401 without a token, 403 with a wrong one, if the server has one."""
+    expected: str | None = request.app.state.admin_token
+    if expected is None:
+        return
+    if credentials is None:
+        raise ApiError(401, "this needs the header Authorization: Bearer <admin token>")
+    if not hmac.compare_digest(credentials.credentials.encode(), expected.encode()):
+        raise ApiError(403, "the admin token is wrong")
+
+
+def _writable(text: str) -> str:
+    """JSON can say half a surrogate pair, UTF-8 cannot."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The most specific of pydantic's findings, in one line."""
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    # Alternatives of a union are in the location too: "prompt", "list[...]", 0.
+    location = ".".join(part for part in map(str, first["loc"][1:]) if "[" not in part and part != "str")
+    shown = repr(first.get("input"))
+    got = f", got {shown}" if len(shown) <= _LONGEST_INPUT_SHOWN else ""
+    message = f"{location or 'the body'}: {first['msg']}{got}"
+    return ApiError(400, message, param=location or None, code=first["type"])

@@ -1,0 +1,155 @@
+"""One HTTP request in flight: from GenerationRequests to parts of text and tokens, choice by choice.
+
+consumes       the driver's progress, through a queue on the event loop
+waits for      progress; before it starts, for rollouts with the same ids to end
+unblocked by   the driver; close, which aborts what has not ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from midflight.errors import GenerationError
+from midflight.generation.driver import GeneratorDriver, Progress, tokens_from
+from midflight.generation.http_errors import ApiError
+from midflight.generation.text import Decode, Detokenizer, StopStrings
+from midflight.types import FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one choice got since its last part; the last one has the finish reason."""
+
+    index: int
+    rollout_id: RolloutId
+    text: str
+    generated: GeneratedTokens
+    finish_reason: FinishReason | None
+
+
+class _Assembly:
+    """The text of one choice so far."""
+
+    def __init__(self, index: int, decode: Decode, stop: Sequence[str]) -> None:
+        self._index, self._stop = index, StopStrings(stop) if stop else None
+        self._detokenizer = Detokenizer(decode)
+
+    def take(self, progress: Progress) -> Part:
+        """Tokens after the one that completes a stop string do not count."""
+        token_ids: list[int] = progress.generated.token_ids.tolist()
+        ended = progress.finish_reason is not None
+        if progress.finish_reason is FinishReason.STOP:
+            token_ids.pop()  # it says that the text ends, and is no part of it
+        if self._stop is None:
+            text = self._detokenizer.push(token_ids) + (self._detokenizer.flush() if ended else "")
+            return self._part(progress, text)
+        text = ""
+        for position, token_id in enumerate(token_ids, 1):
+            piece, found = self._stop.push(self._detokenizer.push([token_id]))
+            text += piece
+            if found:
+                counted = tokens_from(progress.generated, 0, position)
+                return self._part(Progress(progress.rollout_id, counted, FinishReason.STOP), text)
+        if ended:
+            piece, found = self._stop.push(self._detokenizer.flush())
+            text += piece + ("" if found else self._stop.flush())
+        return self._part(progress, text)
+
+    def _part(self, progress: Progress, text: str) -> Part:
+        return Part(self._index, progress.rollout_id, text, progress.generated, progress.finish_reason)
+
+
+class Job:
+    """The choices of one HTTP request. Must be closed."""
+
+    def __init__(self, jobs: Jobs, rollout_ids: Sequence[RolloutId], assemblies: Sequence[_Assembly]) -> None:
+        self._jobs = jobs
+        self._open = dict(zip(rollout_ids, assemblies, strict=True))
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Progress | GenerationError] = asyncio.Queue()
+        self.ended = asyncio.Event()
+
+    def listen(self, progress: Progress | GenerationError) -> None:
+        """Called by the driver's thread."""
+        self._loop.call_soon_threadsafe(self._hear, progress)
+
+    def _hear(self, progress: Progress | GenerationError) -> None:
+        # Its id is free from here on, however long it takes to send what it says.
+        if isinstance(progress, Progress) and progress.finish_reason is not None:
+            self._jobs.forget(self, [progress.rollout_id])
+        self._queue.put_nowait(progress)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Raises: GenerationError if a step failed."""
+        while self._open:
+            progress = await self._queue.get()
+            if isinstance(progress, GenerationError):
+                raise progress
+            assembly = self._open.get(progress.rollout_id)
+            if assembly is None:  # ended by a stop string before
+                continue
+            part = assembly.take(progress)
+            if part.finish_reason is not None:
+                del self._open[part.rollout_id]
+                if part.rollout_id in self._jobs.of(self):  # a stop string, which the driver knows nothing of
+                    self._jobs.driver.abort([part.rollout_id])
+            yield part
+
+    def close(self) -> None:
+        """Abort what has not ended; the ids are free once the driver has seen to it. Does not wait."""
+        rollout_ids = self._jobs.of(self)
+        aborted = self._jobs.driver.abort(rollout_ids)
+        aborted.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._jobs.forget, self, rollout_ids))
+
+
+class Jobs:
+    """The jobs of a server; no two in flight share a rollout id."""
+
+    def __init__(self, driver: GeneratorDriver) -> None:
+        self.driver = driver
+        self._active: dict[RolloutId, Job] = {}
+
+    async def start(
+        self,
+        requests: Sequence[GenerationRequest],
+        decode: Decode,
+        stop: Sequence[str],
+        *,
+        chunk_tokens: int | None,
+        wait: bool,
+    ) -> Job:
+        """Add the requests. `wait` for others with the same ids to end, rather than refuse.
+
+        Raises: RequestError, GenerationError; ApiError 409 if an id is in flight.
+        """
+        if self.driver.failure:
+            raise ApiError(503, str(self.driver.failure), code="generation_failed")
+        rollout_ids = [request.rollout_id for request in requests]
+        while (clash := next((each for each in rollout_ids if each in self._active), None)) is not None:
+            if not wait:
+                raise ApiError(409, f"rollout {clash} is in flight already", param="rollout_id")
+            await self._active[clash].ended.wait()
+        job = Job(self, rollout_ids, [_Assembly(index, decode, stop) for index in range(len(requests))])
+        self._active.update(dict.fromkeys(rollout_ids, job))
+        try:
+            # With stop strings every token has to be looked at as it comes.
+            added = self.driver.add(requests, job.listen, 1 if stop else chunk_tokens)
+            await asyncio.wrap_future(added)
+        except BaseException:
+            job.close()
+            raise
+        return job
+
+    def of(self, job: Job) -> list[RolloutId]:
+        """The ids of this job that are not free yet."""
+        return [rollout_id for rollout_id, active in self._active.items() if active is job]
+
+    def forget(self, job: Job, rollout_ids: Sequence[RolloutId]) -> None:
+        """Free these ids, unless another job has them by now."""
+        for rollout_id in rollout_ids:
+            if self._active.get(rollout_id) is job:
+                del self._active[rollout_id]
+        if not self.of(job):
+            job.ended.set()

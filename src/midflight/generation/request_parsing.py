@@ -1,0 +1,148 @@
+"""From a request body to GenerationRequests: the prompt's tokens, limits, defaults, rollout ids."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from midflight.generation.http_errors import ApiError
+from midflight.generation.schemas import NUM_ROLLOUT_IDS, ChatMessage, Generated, GenerationOptions
+from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
+
+# Below, logits divided by it leave what a float32 can hold.
+_LOWEST_TEMPERATURE = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is served: the limits that requests are held to, and the tokenizer."""
+
+    name: str
+    tokenizer: Any
+    vocab_size: int
+    max_tokens: int  # per response
+    max_samples: int  # per request
+
+
+class Tokenizing:
+    """The tokenizer, off the event loop where a text can be long; one at a time, since it is not made for two."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._token_texts: dict[int, str] = {}
+
+    async def encode(self, text: str) -> list[int]:
+        """Raises: ApiError 400 for half a surrogate pair, which JSON can say and no tokenizer understands."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"prompt: character {error.start} is half a surrogate pair", param="prompt") from error
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenizer.encode, text)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Raises: ApiError 400 if there is no chat template, or it does not take these messages."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ApiError(400, "the model's tokenizer has no chat template; /v1/completions would work")
+
+        def encode() -> list[int]:
+            token_ids: list[int] = self._tokenizer.apply_chat_template(
+                [_plain(message) for message in messages], add_generation_prompt=True, return_dict=False
+            )
+            return token_ids
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
+        except Exception as error:  # whatever a template likes to raise
+            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def of_token(self, token_id: int) -> str:
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self._tokenizer.decode([token_id])
+        return self._token_texts[token_id]
+
+
+def generation_requests(
+    model: ServedModel, body: GenerationOptions, prompt: Sequence[int], max_tokens: int | None
+) -> list[GenerationRequest]:
+    """Raises: ApiError naming the field and the number that does not fit."""
+    num_samples = body.n or 1
+    if body.model not in (None, model.name):
+        raise ApiError(
+            404, f"there is no model {body.model!r}, only {model.name!r}", param="model", code="model_not_found"
+        )
+    if body.temperature and body.temperature < _LOWEST_TEMPERATURE:
+        message = f"temperature is {body.temperature}, not 0 or {_LOWEST_TEMPERATURE} to 100"
+        raise ApiError(400, message, param="temperature")
+    if num_samples > model.max_samples:
+        raise ApiError(400, f"n is {num_samples}, not 1 to {model.max_samples}", param="n")
+    if body.generated and num_samples > 1:
+        raise ApiError(400, f"n is {num_samples}, but only one sample can go on after `generated`", param="n")
+    if body.rollout_id is not None and body.rollout_id + num_samples > NUM_ROLLOUT_IDS:
+        raise ApiError(400, f"rollout_id + n is above {NUM_ROLLOUT_IDS}", param="rollout_id")
+    stop_token_ids = body.stop_token_ids
+    if stop_token_ids is None:
+        stop_token_ids = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
+    generated = _generated_tokens(body.generated) if body.generated else None
+    _check_token_ids("stop_token_ids", stop_token_ids, model.vocab_size)
+    _check_token_ids("prompt", prompt, model.vocab_size)
+    if generated:
+        _check_token_ids("generated.token_ids", generated.token_ids.tolist(), model.vocab_size)
+    sampling = SamplingParams(
+        max_tokens=model.max_tokens if max_tokens is None else max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        stop_token_ids=tuple(stop_token_ids),
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+    )
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    prompt_token_ids = np.array(prompt, np.int32)
+    first = _own_rollout_id(seed, prompt_token_ids) if body.rollout_id is None else RolloutId(body.rollout_id)
+    request = GenerationRequest(first, prompt_token_ids, sampling, seed, generated)
+    return [replace(request, rollout_id=RolloutId(first + index)) for index in range(num_samples)]
+
+
+def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    worst = max(token_ids, default=0)
+    if worst >= vocab_size:
+        raise ApiError(400, f"{field}: token id {worst} is not in 0 to {vocab_size - 1}", param=field)
+
+
+def _own_rollout_id(seed: int, prompt: Int32Array) -> RolloutId:
+    """The same for the same seed and prompt, so that a seed alone makes a request repeatable."""
+    digest = hashlib.blake2b(seed.to_bytes(9, "little", signed=True) + prompt.tobytes(), digest_size=6).digest()
+    return RolloutId(NUM_ROLLOUT_IDS + int.from_bytes(digest, "little"))
+
+
+def _generated_tokens(generated: Generated) -> GeneratedTokens | None:
+    num_tokens = len(generated.token_ids)
+    for name in ("logprobs", "weight_versions"):
+        length = len(getattr(generated, name))
+        if length != num_tokens:
+            raise ApiError(400, f"generated: {num_tokens} token_ids but {length} {name}", param=f"generated.{name}")
+    if not num_tokens:
+        return None
+    return GeneratedTokens(
+        np.array(generated.token_ids, np.int32),
+        np.array(generated.logprobs, np.float32),
+        np.array(generated.weight_versions, np.int32),
+    )
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    """As most templates want it: the parts of the content in one text."""
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return {"role": message.role, "content": text, **({"name": message.name} if message.name else {})}

@@ -1,0 +1,59 @@
+"""The HTTP contract server: one Generator, one tokenizer, one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from midflight.generation.control_routes import WeightIntake, control_router, metrics_router
+from midflight.generation.driver import GeneratorDriver
+from midflight.generation.http_errors import BodyLimit, install_error_handlers
+from midflight.generation.jobs import Jobs
+from midflight.generation.openai_routes import openai_router
+from midflight.generation.request_parsing import ServedModel
+from midflight.types import TensorSpec
+
+DEFAULT_MAX_BODY_BYTES = 4 << 20
+
+
+def create_app(
+    driver: GeneratorDriver,
+    model: ServedModel,
+    weight_specs: Sequence[TensorSpec],
+    *,
+    admin_token: str | None = None,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    device: str = "cpu",
+) -> FastAPI:
+    """The application over a running driver, which it closes when it ends.
+
+    Weight routes, abort, pause and resume need `admin_token` if there is one. `device`: where new weights arrive.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        driver.close()
+
+    app = FastAPI(title="Midflight", description="Generation with in-flight weight updates.", lifespan=lifespan)
+    app.state.admin_token = admin_token
+    app.include_router(openai_router(model, Jobs(driver)))
+    app.include_router(control_router(driver, WeightIntake(driver, weight_specs, device)))
+    app.include_router(metrics_router(driver))
+    install_error_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    _document_400_for_422(app)
+    return app
+
+
+def _document_400_for_422(app: FastAPI) -> None:
+    """FastAPI documents 422 for bodies that do not fit; they are answered with OpenAI's 400."""
+    schema: dict[str, Any] = app.openapi()
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)

@@ -1,0 +1,119 @@
+"""`midflight serve`: one engine behind the HTTP contract, in one process.
+
+waits for      requests; Ctrl-C or SIGTERM
+unblocked by   either; the latter aborts what is in flight, so that every client gets its tokens
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import uvicorn
+
+from midflight.config import Recipe
+from midflight.errors import RecipeError
+from midflight.generation.driver import GeneratorDriver
+from midflight.generation.request_parsing import ServedModel
+from midflight.generation.server import create_app
+from midflight.launch.build import build_engine, check_model, num_threads
+from midflight.models.loading import load_config, load_model, weights_of
+from midflight.weights.process_group import specs_of
+
+TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"
+_KEEPALIVE_S = 30
+_SHUTDOWN_S = 5
+
+
+def serve_model(recipe: Recipe, announce: Callable[[str], None]) -> None:
+    """Serve until a signal comes. `announce` gets the URL once requests are taken.
+
+    Raises: RecipeError if it cannot be served as asked; ModelError; KeyboardInterrupt after Ctrl-C.
+    """
+    config, path = recipe.serve, recipe.model.path
+    admin_token = _admin_token(recipe)
+    tokenizer = check_model(recipe)
+    listener = _listen(config.host, config.port)
+    with listener:
+        torch.set_num_threads(num_threads(recipe.engine.threads, colocated=True))
+        model_config, weights = load_config(path), weights_of(load_model(path))
+        engine = build_engine(recipe, model_config, weights, num_rows=config.num_in_flight)
+        model = ServedModel(
+            name=config.model_name or path.name,
+            tokenizer=tokenizer,
+            vocab_size=model_config.vocab_size,
+            max_tokens=recipe.sampling.max_tokens,
+            max_samples=config.max_samples,
+        )
+        driver = GeneratorDriver(engine)
+        app = create_app(
+            driver,
+            model,
+            specs_of(weights),
+            admin_token=admin_token,
+            max_body_bytes=config.max_body_bytes,
+            device=recipe.engine.device,
+        )
+        settings = uvicorn.Config(
+            app, log_level="warning", timeout_keep_alive=_KEEPALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S
+        )
+        _Server(settings, driver, lambda: announce(_url(listener))).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, driver: GeneratorDriver, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._driver, self._on_ready = driver, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._driver.abort()
+        await super().shutdown(sockets)
+
+
+def _admin_token(recipe: Recipe) -> str | None:
+    """Raises: RecipeError if everybody on the network could change the weights."""
+    secret, host = recipe.serve.admin_token, recipe.serve.host
+    token = secret.get_secret_value() if secret else os.environ.get(TOKEN_VARIABLE)
+    if not token and not _is_loopback(host):
+        raise RecipeError(
+            f"serve.host = {host!r} is not loopback, so an admin token is needed: set serve.admin_token or"
+            f" {TOKEN_VARIABLE}; host 127.0.0.1 would work without"
+        )
+    return token or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound before the model is loaded, so that a taken port is known at once.
+
+    Raises: RecipeError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (")[0]
+        raise RecipeError(f"cannot listen on {host}:{port}: {reason}; serve.port = 0 picks a free port") from error
+    # Connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol; without it, an
+    # answer on a kept connection waits 40 ms for the client's delayed acknowledgment.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

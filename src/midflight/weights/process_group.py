@@ -1,0 +1,317 @@
+"""Weights over a process group of their own: rank 0 sends, the others receive; gloo, or NCCL between CUDA devices.
+
+    sender (the trainer, rank 0)                       receiver (an engine, rank 1, 2, ...)
+    connect  waits for: every receiver to be ready     join     waits for: the store, then the whole group
+             unblocked by: that, a refusal, timeout             unblocked by: that, timeout
+    send     waits for: every receiver to be ready     receive  waits for: one bucket after another
+             unblocked by: that, a refusal, timeout             unblocked by: each bucket, timeout, a lost peer
+
+How an invitation or an announcement gets to a receiver is the caller's business (HTTP, for one). A receiver that takes
+it up sets its key in the group's store; if the call fails, the sender's side sets the key to a refusal, so nobody
+waits for a transfer that will not come. Whatever goes wrong closes the group; it can be set up again at once.
+
+Tensors travel in flat buckets of bytes, since a small broadcast costs about as much as a megabyte. The store holds
+short byte strings only: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from midflight.background import run_in_background
+from midflight.errors import WeightUpdateError
+from midflight.types import TensorSpec
+from midflight.weights.slot_file import SlotLayout, lay_out
+
+Backend = Literal["gloo", "nccl"]
+Answer = TypeVar("Answer")
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_TIMEOUT_S = 60.0
+_READY, _REFUSED = "ready", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a receiver needs to join. `timeout_s` is for joining and for every single bucket, seconds."""
+
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    backend: Backend = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The tensors that come next, in this order, in buckets of about this many bytes."""
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    bucket_bytes: int
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in weights.items()
+    )
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLayout]:
+    """Tensors in order, as many to a bucket as fit; one that is larger than a bucket has one to itself.
+
+    Raises: WeightUpdateError if a name is announced twice or a dtype cannot be sent.
+    """
+    whole = lay_out(specs)
+    buckets: list[list[TensorSpec]] = []
+    start = 0
+    for placed in whole.tensors:
+        if not buckets or placed.offset + placed.num_bytes - start > bucket_bytes:
+            buckets.append([])
+            start = placed.offset
+        buckets[-1].append(placed.spec)
+    return [lay_out(bucket) for bucket in buckets]
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine as `host` would reach it: loopback for loopback. Sends nothing.
+
+    Raises: WeightUpdateError if there is no way to the host.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightUpdateError(f"no way to {host}: {error.strerror}") from error
+
+
+class ProcessGroupReceiver:
+    """An engine's end. Joins when it is made.
+
+    Raises: WeightUpdateError if the group does not come together in time.
+    """
+
+    def __init__(self, invitation: Invitation, device: torch.device | str = "cpu") -> None:
+        self._timeout_s = invitation.timeout_s
+        self._device = torch.device(device) if invitation.backend == "nccl" else torch.device("cpu")
+        self._key = _key(invitation.rank)
+        address, port = invitation.master_address, invitation.master_port
+        try:
+            # torch's own attempt to reach a store that is not there fills the log with stack traces.
+            socket.create_connection((address, port), invitation.timeout_s).close()
+            self._store = TCPStore(
+                address, port, None, False, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False
+            )
+            self._store.set(self._key, _READY)
+            self._group: Any = _process_group(self._store, invitation)
+        except (OSError, RuntimeError) as error:
+            raise WeightUpdateError(f"rank {invitation.rank} cannot join {address}:{port}: {_reason(error)}") from error
+
+    def receive(self, announcement: Announcement) -> dict[str, Tensor]:
+        """The announced tensors; they lie in fresh memory that is the caller's.
+
+        Raises: WeightUpdateError if the sender is lost or late; the group is then of no more use.
+        """
+        buckets = plan_buckets(announcement.specs, announcement.bucket_bytes)
+        weights: dict[str, Tensor] = {}
+        try:
+            self._store.set(self._key, _READY)
+            for index, layout in enumerate(buckets):
+                bucket = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self._device)
+                _broadcast(self._group, bucket, self._timeout_s, f"bucket {index + 1} of {len(buckets)}")
+                weights.update(layout.views(bucket))
+        except RuntimeError as error:
+            self.close()
+            raise WeightUpdateError(f"version {announcement.version} did not arrive: {_reason(error)}") from error
+        return weights
+
+    def close(self) -> None:
+        """Leave the group; whoever waits for this rank is told at once."""
+        self._group = None
+
+
+class ProcessGroupSender:
+    """The trainer's end. `address` is this machine as the receivers reach it; nothing else is listened on."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        num_receivers: int = 1,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        backend: Backend = "gloo",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self._address, self._backend = address, backend
+        self._ranks = range(1, num_receivers + 1)
+        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._store: TCPStore | None = None
+        self._group: Any = None
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def connect(self, invite: Callable[[Invitation], object]) -> None:
+        """Make the group. `invite` runs in one thread per receiver and blocks until that one has joined.
+
+        Raises: WeightUpdateError if not everybody is there in time; what `invite` raises.
+        """
+        self.close()
+        listener = socket.create_server((self._address, 0), family=_family(self._address))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            self._address,
+            port,
+            None,
+            True,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        world_size = len(self._ranks) + 1
+        own, *others = (
+            Invitation(self._address, port, rank, world_size, self._timeout_s, self._backend)
+            for rank in range(world_size)
+        )
+        try:
+            answers = self._call_receivers(lambda rank: invite(others[rank - 1]))
+            self._group = _process_group(self._store, own)
+            self._results(answers)
+        except RuntimeError as error:
+            self.close()
+            raise WeightUpdateError(f"the group did not come together: {_reason(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def send(
+        self, version: int, weights: Mapping[str, Tensor], announce: Callable[[int, Announcement], Answer]
+    ) -> list[Answer]:
+        """Broadcast the weights and return every receiver's answer.
+
+        `announce(rank, announcement)` runs in one thread per receiver and blocks until that one has the weights.
+        Raises: WeightUpdateError if a receiver is lost or late; what `announce` raises.
+        """
+        if self._group is None:
+            raise WeightUpdateError("weights were sent before the group was set up")
+        announcement = Announcement(version, specs_of(weights), self._bucket_bytes)
+        buckets = plan_buckets(announcement.specs, self._bucket_bytes)
+        try:
+            answers = self._call_receivers(lambda rank: announce(rank, announcement))
+            for index, layout in enumerate(buckets):
+                bucket = self._pack(layout, weights)
+                _broadcast(self._group, bucket, self._timeout_s, f"bucket {index + 1} of {len(buckets)}")
+            return self._results(answers)
+        except RuntimeError as error:
+            self.close()
+            raise WeightUpdateError(f"version {version} was not sent: {_reason(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the group and stop listening."""
+        self._group = self._store = None
+
+    def _pack(self, layout: SlotLayout, weights: Mapping[str, Tensor]) -> Tensor:
+        if len(self._bucket) < layout.slot_bytes:
+            device = next(iter(weights.values())).device if self._backend == "nccl" else "cpu"
+            self._bucket = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)
+        bucket = self._bucket[: layout.slot_bytes]
+        with torch.no_grad():
+            for name, view in layout.views(bucket).items():
+                view.copy_(weights[name])
+        return bucket
+
+    def _call_receivers(self, call: Callable[[int], Answer]) -> list[Future[Answer]]:
+        """Start the calls, and return when every receiver has said that it is ready."""
+        assert self._store is not None
+        for rank in self._ranks:
+            self._store.delete_key(_key(rank))
+        # A store that waits for a key is locked meanwhile; refusals need one of their own.
+        refusals = self._store.clone()  # type: ignore[attr-defined]
+
+        def call_or_refuse(rank: int) -> Answer:
+            try:
+                return call(rank)
+            except BaseException:
+                with suppress(RuntimeError):  # the sender may have given up before and closed the store
+                    refusals.set(_key(rank), _REFUSED)
+                raise
+
+        answers = [run_in_background(functools.partial(call_or_refuse, rank)) for rank in self._ranks]
+        keys = [_key(rank) for rank in self._ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise WeightUpdateError(f"not every receiver was ready within {self._timeout_s:g} s") from error
+        for key, answer in zip(keys, answers, strict=True):
+            if self._store.get(key) == _REFUSED.encode():
+                answer.result(self._timeout_s)
+        return answers
+
+    def _results(self, answers: Sequence[Future[Answer]]) -> list[Answer]:
+        try:
+            return [answer.result(self._timeout_s) for answer in answers]
+        except FutureTimeoutError as error:
+            raise WeightUpdateError(f"a receiver gave no answer within {self._timeout_s:g} s") from error
+
+
+def _key(rank: int) -> str:
+    return f"midflight/{rank}"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _process_group(store: TCPStore, invitation: Invitation) -> Any:
+    """A group apart from torch's default one: the trainer may have its own."""
+    timeout = timedelta(seconds=invitation.timeout_s)
+    if invitation.backend == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, invitation.rank, invitation.world_size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    # By default gloo listens on whatever the host name stands for.
+    address = local_address(invitation.master_address, invitation.master_port)
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    return dist.ProcessGroupGloo(store, invitation.rank, invitation.world_size, gloo)
+
+
+def _broadcast(group: Any, bucket: Tensor, timeout_s: float, what: str) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    try:
+        group.broadcast([bucket], options).wait(options.timeout)
+        if bucket.is_cuda:
+            torch.cuda.synchronize(bucket.device)
+    except RuntimeError as error:
+        raise RuntimeError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence, without the source file that gloo puts in front."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

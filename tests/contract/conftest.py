@@ -1,0 +1,110 @@
+"""A tiny model behind real HTTP: uvicorn in a thread, on a free port of the loopback device."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from transformers import PreTrainedTokenizerFast
+
+from midflight.generation.driver import GeneratorDriver
+from midflight.generation.request_parsing import ServedModel
+from midflight.generation.server import create_app
+from midflight.models.loading import load_tokenizer, weights_of
+from midflight.protocols import Generator
+from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
+from midflight.weights.process_group import specs_of
+
+TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    driver: GeneratorDriver
+    app: Any
+    http: httpx.Client
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"midflight_{name} "))
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(TOKENIZER)
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same, with a chat template that refuses what no user says."""
+    with_template = copy.deepcopy(tokenizer)
+    with_template.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('only users may speak') }}"
+        "{% endif %}{{ message['content'] }}{% endfor %}:"
+    )
+    return with_template
+
+
+@contextmanager
+def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
+    """Starts servers; options are those of `create_app`, and another generator or tokenizer."""
+    with ExitStack() as stack:
+
+        def start(generator: Generator | None = None, *, served_tokenizer: Any = None, **options: Any) -> Server:
+            model = tiny_model()
+            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, MAX_TOKENS, 16)
+            driver = GeneratorDriver(generator or tiny_engine(model, max_new_tokens=MAX_TOKENS))
+            app = create_app(driver, served, specs_of(weights_of(model)), **options)
+            url = stack.enter_context(running(app))
+            http = stack.enter_context(httpx.Client(base_url=url, timeout=60))
+            return Server(url, driver, app, http)
+
+        yield start
+
+
+@pytest.fixture
+def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
+    with server_starter(tokenizer) as start:
+        yield start
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:
+    """One for all tests of a file that leave it as it was."""
+    with server_starter(tokenizer) as start:
+        yield start()
+
+
+@pytest.fixture(scope="module")
+def chat_server(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:
+    with server_starter(chat_tokenizer) as start:
+        yield start()

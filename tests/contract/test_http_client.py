@@ -1,0 +1,352 @@
+"""A Generator behind HTTP gives what the one in process gives, weight updates included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
+from midflight.generation.client import HTTPGenerator
+from midflight.models.loading import weights_of
+from midflight.protocols import Generator
+from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+
+SAMPLING = SamplingParams(24, temperature=0.9, stop_token_ids=(9,))
+LONG = SamplingParams(24)
+
+
+@pytest.fixture
+def client(server) -> Iterator[HTTPGenerator]:
+    with HTTPGenerator(server.url, timeout_s=30, bucket_bytes=4096) as client:
+        yield client
+
+
+def requests(num: int, sampling: SamplingParams = SAMPLING, first: int = 0) -> list[GenerationRequest]:
+    prompts = [np.array([2 + index % 3, 5, 6], np.int32) for index in range(num)]
+    return [GenerationRequest(RolloutId(first + i), prompt, sampling, seed=4) for i, prompt in enumerate(prompts)]
+
+
+def drain(generator: Generator) -> dict[int, Completion]:
+    completions: dict[int, Completion] = {}
+    while generator.num_in_flight:
+        completions.update({completion.rollout_id: completion for completion in generator.step()})
+    return completions
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    assert one.finish_reason is other.finish_reason
+    for name in ("token_ids", "logprobs", "weight_versions"):
+        ours, theirs = getattr(one.generated, name), getattr(other.generated, name)
+        assert ours.dtype == theirs.dtype
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_completions_are_those_of_the_engine(server, client: HTTPGenerator) -> None:
+    """Bit for bit; paused meanwhile, so that both batch the same sequences."""
+    engine = tiny_engine(tiny_model())
+    engine.add(requests(20))
+    server.http.post("/pause")
+    for request in requests(20):
+        client.add([request])
+    assert client.num_in_flight == 20
+    assert client.step() == []
+    server.http.post("/resume")
+    expected, completions = drain(engine), drain(client)
+    assert completions.keys() == expected.keys()
+    for rollout_id, completion in completions.items():
+        assert_same(completion, expected[rollout_id])
+    assert {completion.finish_reason for completion in completions.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert client.step() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_token_ids": np.zeros(0, np.int32)}, "0 tokens, not 1 to 32"),
+        ({"prompt_token_ids": np.array([44], np.int32)}, "token id 44"),
+        ({"sampling": SamplingParams(25)}, "max_tokens is 25"),
+        ({"sampling": SamplingParams(4, temperature=-1.0)}, "temperature"),
+        ({"rollout_id": RolloutId(0)}, "rollout 0 is in flight already"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_whole(
+    server, client: HTTPGenerator, change: dict[str, object], message: str
+) -> None:
+    server.http.post("/pause")
+    good, last = requests(2)
+    client.add([good])
+    bad = replace(last, **change)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=message):
+        client.add([*requests(2, first=5), bad])
+    assert client.num_in_flight == 1
+    server.http.post("/resume")
+    assert drain(client).keys() == {0}
+    while server.driver.num_in_flight:  # the other two were accepted before, and are aborted
+        server.driver.abort([]).result()
+
+
+class Limited:
+    """A generator that takes `num_steps` steps and then treads on the spot."""
+
+    def __init__(self, generator: Generator, num_steps: int) -> None:
+        self._generator, self.num_steps = generator, num_steps
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._generator, name)
+
+    def step(self) -> list[Completion]:
+        if not self.num_steps:
+            return []
+        self.num_steps -= 1
+        return self._generator.step()
+
+
+def wait_for_tokens(client: HTTPGenerator, rollout_id: int, num_tokens: int) -> None:
+    while len(client.generated(RolloutId(rollout_id))) < num_tokens:
+        assert client.step() == []
+
+
+def test_aborted_tokens_come_back_and_go_on(start_server) -> None:
+    engine = tiny_engine(tiny_model())
+    (request,) = requests(1, LONG)
+    engine.add([request])
+    (whole,) = drain(engine).values()
+    limited = Limited(tiny_engine(tiny_model()), num_steps=3)
+    with HTTPGenerator(start_server(limited).url, chunk_tokens=1) as client:
+        client.add([request])
+        wait_for_tokens(client, 0, 3)
+        partly = client.generated(RolloutId(0), start=1)
+        assert partly.token_ids.tolist() == whole.generated.token_ids[1:3].tolist()
+        (partial,) = client.abort([RolloutId(0), RolloutId(77)])
+        assert partial.finish_reason is FinishReason.ABORT
+        assert partial.generated.token_ids.tolist() == whole.generated.token_ids[:3].tolist()
+        assert client.num_in_flight == 0
+        with pytest.raises(KeyError):
+            client.generated(RolloutId(0))
+        limited.num_steps = 1000
+        client.add([replace(request, generated=partial.generated)])
+        (resumed,) = drain(client).values()
+    assert resumed.generated.token_ids.tolist() == whole.generated.token_ids.tolist()
+    assert resumed.generated.logprobs[:3].tolist() == whole.generated.logprobs[:3].tolist()
+
+
+def test_abort_while_paused_gives_back_what_never_ran(server, client: HTTPGenerator) -> None:
+    server.http.post("/pause")
+    client.add(requests(10))
+    aborted = client.abort([RolloutId(each) for each in range(10)])
+    assert [len(each.generated) for each in aborted] == [0] * 10
+    server.http.post("/resume")
+    assert server.driver.num_in_flight == 0
+
+
+class Hooked(dict):  # type: ignore[type-arg]
+    """Weights that call back when the transfer has begun: when the first tensor is packed."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], hook: Callable[[], object]) -> None:
+        super().__init__(weights)
+        self._hook: Callable[[], object] | None = hook
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._hook:
+            hook, self._hook = self._hook, None
+            hook()
+        return super().__getitem__(name)
+
+
+def test_weights_change_in_flight(start_server) -> None:
+    """What was sampled before and after the update is what an engine gives that is updated at the same step."""
+    server = start_server()
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    with HTTPGenerator(server.url, chunk_tokens=1, bucket_bytes=4096) as client:
+        client.add(requests(4, LONG))
+
+        def served_meanwhile() -> None:
+            assert server.http.post("/v1/completions", json={"prompt": [3], "max_tokens": 2}).status_code == 200
+
+        client.update_weights(3, Hooked(weights_of(new), served_meanwhile))
+        assert client.weight_version == 3
+        assert not client.update_pending
+        client.add(requests(2, LONG, first=50))
+        completions = drain(client)
+        versions = [set(completion.generated.weight_versions.tolist()) for completion in completions.values()]
+        assert versions[-2:] == [{3}, {3}]
+        (fresh,) = requests(1, LONG, first=90)
+        client.add([fresh])
+        (after,) = drain(client).values()
+        engine = tiny_engine(old)
+        engine.update_weights(3, weights_of(new))
+        engine.add([fresh])
+        assert_same(after, drain(engine)[90])
+        assert server.metric("weight_updates_total") == 1
+        assert server.metric("weight_version") == 3
+        client.update_weights(4, weights_of(old))
+        assert client.weight_version == 4
+
+
+def test_an_update_in_flight_is_the_engines_own(start_server) -> None:
+    """The same tokens and logprobs as an engine that is updated after the same number of steps."""
+    new = weights_of(tiny_model(seed=1))
+    expected, engine = tiny_engine(tiny_model()), tiny_engine(tiny_model())
+    limited = Limited(engine, num_steps=5)
+    with HTTPGenerator(start_server(limited).url, chunk_tokens=1) as client:
+        client.add(requests(1, LONG))
+        expected.add(requests(1, LONG))
+        wait_for_tokens(client, 0, 5)
+        for _ in range(5):
+            expected.step()
+        client.update_weights(2, new)
+        expected.update_weights(2, new)
+        limited.num_steps = 1000
+        (completion,) = drain(client).values()
+    assert completion.generated.weight_versions.tolist() == [0] * 5 + [2] * 19
+    assert_same(completion, drain(expected)[0])
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: {name: weights[name] for name in weights if name != NAME}, f"lack '{NAME}'"),
+        (lambda weights: {**weights, "model.extra": weights[NAME]}, "no tensor 'model.extra'"),
+        (lambda weights: {**weights, NAME: weights[NAME][:-1]}, r"announced as \[31, 48\], not \[32, 48\]"),
+        (lambda weights: {**weights, NAME: weights[NAME].double()}, "float64"),
+        (lambda weights: {**weights, NAME: weights[NAME].bfloat16()}, "bfloat16"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_the_old_ones_serving(start_server, change, message: str) -> None:
+    server = start_server()
+    new = weights_of(tiny_model(seed=1))
+    with HTTPGenerator(server.url) as client:
+        client.add(requests(1))
+        with pytest.raises(WeightUpdateError, match=message):
+            client.update_weights(1, change(new))
+        (completion,) = drain(client).values()
+        assert set(completion.generated.weight_versions.tolist()) == {0}
+        assert client.weight_version == 0
+        client.update_weights(2, new)
+        assert client.weight_version == 2
+
+
+def test_two_updates_at_once(start_server) -> None:
+    server = start_server()
+    weights = weights_of(tiny_model(seed=1))
+    body = {"version": 9, "names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
+    answers: list[httpx.Response] = []
+    with HTTPGenerator(server.url) as first, HTTPGenerator(server.url) as second:
+
+        def meanwhile() -> None:
+            answers.append(server.http.post("/request_weight_update", json=body))
+            with pytest.raises(WeightUpdateError, match="another weight update is going on"):
+                second.update_weights(2, weights)
+
+        first.update_weights(1, Hooked(weights, meanwhile))
+        assert answers[0].status_code == 409
+        assert answers[0].json()["error"]["code"] == "update_in_progress"
+        assert first.weight_version == 1
+        second.update_weights(2, weights)  # takes the server over
+        assert first.weight_version == 2
+
+
+class BrokenOffError(Exception):
+    pass
+
+
+def fail() -> None:
+    raise BrokenOffError
+
+
+def test_a_sender_that_breaks_off_leaves_the_old_weights_serving(start_server) -> None:
+    server = start_server()
+    weights = weights_of(tiny_model(seed=1))
+    with HTTPGenerator(server.url, bucket_bytes=4096) as client:
+        with pytest.raises(BrokenOffError):
+            client.update_weights(1, Hooked(weights, fail))
+        while (response := server.http.post("/request_weight_update", json=announcement())).status_code == 409:
+            pass  # the server is still finding out
+        assert response.status_code == 400
+        assert "no process group" in response.json()["error"]["message"]
+        assert client.weight_version == 0
+        client.add(requests(1))
+        drain(client)
+        client.update_weights(2, weights)
+        assert client.weight_version == 2
+
+
+def announcement() -> dict[str, object]:
+    weights = weights_of(tiny_model())
+    return {
+        "version": 1,
+        "names": list(weights),
+        "dtypes": ["float32"] * len(weights),
+        "shapes": [list(tensor.shape) for tensor in weights.values()],
+    }
+
+
+def test_a_late_sender_is_given_up(start_server) -> None:
+    """It begins to send when the server has already answered that it waited long enough."""
+    server = start_server()
+    answered: list[httpx.Response] = []
+    with HTTPGenerator(server.url, timeout_s=1) as client:
+        client.update_weights(1, weights_of(tiny_model(seed=0)))
+        # Nobody sends what this announces.
+        answered.append(server.http.post("/request_weight_update", json={**announcement(), "version": 2}))
+        assert answered[0].status_code == 400
+        error = answered[0].json()["error"]
+        assert error["type"] == "weight_update_error"
+        assert "version 2 did not arrive: bucket 1 of 1: " in error["message"]
+        assert client.weight_version == 1
+        with pytest.raises(WeightUpdateError):
+            client.update_weights(3, weights_of(tiny_model(seed=1)))
+        client.update_weights(4, weights_of(tiny_model(seed=1)))
+        assert client.weight_version == 4
+
+
+def test_the_admin_token(start_server) -> None:
+    server = start_server(admin_token="sesame")
+    routes = {
+        "/abort": {"rollout_ids": []},
+        "/pause": None,
+        "/resume": None,
+        "/init_process_group": {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2},
+        "/request_weight_update": announcement(),
+    }
+    for route, body in routes.items():
+        refused = server.http.post(route, json=body)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert refused.headers["WWW-Authenticate"] == "Bearer"
+        wrong = server.http.post(route, json=body, headers={"Authorization": "Bearer open"})
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (403, "permission_error")
+    assert not server.driver.paused
+    weights = weights_of(tiny_model(seed=1))
+    with HTTPGenerator(server.url) as stranger, pytest.raises(RequestError, match="Authorization: Bearer"):
+        stranger.update_weights(1, weights)
+    with HTTPGenerator(server.url, admin_token="sesame") as client:
+        client.update_weights(1, weights)
+        client.add(requests(1))
+        client.abort([RolloutId(0)])
+        assert client.weight_version == 1
+
+
+def test_joining_nobody(server) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
+        response = http.post("/init_process_group", json=body)
+        assert response.status_code == 400
+        assert "rank 1 cannot join 127.0.0.1:1: " in response.json()["error"]["message"]
+        response = http.post("/init_process_group", json={**body, "rank": 2})
+        assert response.json()["error"]["message"] == "rank is 2, not 1 to 1"
+        response = http.post("/init_process_group", json={**body, "master_address": "nowhere.invalid"})
+        assert response.status_code == 400
+
+
+def test_nobody_is_there() -> None:
+    with pytest.raises(GenerationLostError, match=r"127\.0\.0\.1:9/health"):
+        HTTPGenerator("http://127.0.0.1:9")

@@ -1,0 +1,365 @@
+"""The OpenAI side of the server, through the official client where it can ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from midflight.testing.fakes import ScriptedGenerator
+from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def chatty(start_server, chat_tokenizer):
+    """A client of a server whose tokenizer has a chat template."""
+    server = start_server(served_tokenizer=chat_tokenizer)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def in_process(prompt: list[int], sampling: SamplingParams, seed: int, rollout_ids: range) -> list[Completion]:
+    engine = tiny_engine(tiny_model())
+    prompt_token_ids = np.array(prompt, np.int32)
+    engine.add([GenerationRequest(RolloutId(each), prompt_token_ids, sampling, seed) for each in rollout_ids])
+    completions = []
+    while engine.num_in_flight:
+        completions += engine.step()
+    return sorted(completions, key=lambda completion: completion.rollout_id)
+
+
+def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, tokenizer) -> None:
+    answer = client.completions.create(
+        model="tiny",
+        prompt=[5, 6, 7],
+        n=3,
+        max_tokens=20,
+        temperature=0.8,
+        seed=3,
+        logprobs=0,
+        extra_body={"return_token_ids": True, "rollout_id": 40, "stop_token_ids": [9]},
+    )
+    assert answer.prompt_token_ids == [5, 6, 7]
+    num_tokens = 0
+    completions = in_process([5, 6, 7], SamplingParams(20, 0.8, (9,)), seed=3, rollout_ids=range(40, 43))
+    for index, (choice, expected) in enumerate(zip(answer.choices, completions, strict=True)):
+        assert choice.index == index
+        assert choice.token_ids == expected.generated.token_ids.tolist()
+        assert choice.weight_versions == [0] * len(choice.token_ids)
+        assert choice.finish_reason == expected.finish_reason.value
+        assert np.float32(choice.logprobs.token_logprobs).tolist() == expected.generated.logprobs.tolist()
+        text_ids = choice.token_ids[: -1 if choice.finish_reason == "stop" else None]
+        assert choice.text == tokenizer.decode(text_ids, skip_special_tokens=True)
+        num_tokens += len(choice.token_ids)
+    assert answer.usage.completion_tokens == num_tokens
+    assert answer.usage.total_tokens == num_tokens + 3
+
+
+def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "prompt": "a1:", "n": 2, "max_tokens": 12, "seed": 5, "logprobs": 0}
+    extra = {"return_token_ids": True}
+    whole = client.completions.create(**options, extra_body=extra)
+    chunks = list(
+        client.completions.create(**options, extra_body=extra, stream=True, stream_options={"include_usage": True})
+    )
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    for choice in whole.choices:
+        pieces = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert len(pieces) == 12, "one token a chunk"
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert [token for piece in pieces for token in piece.token_ids] == choice.token_ids
+        logprobs = [value for piece in pieces for value in piece.logprobs.token_logprobs]
+        assert logprobs == choice.logprobs.token_logprobs
+        assert [piece.finish_reason for piece in pieces] == [None] * 11 + [choice.finish_reason]
+
+
+def test_chunks_can_be_larger(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=[4],
+            max_tokens=10,
+            stream=True,
+            extra_body={"stream_options": {"chunk_tokens": 4}, "return_token_ids": True, "stop_token_ids": []},
+        )
+    )
+    assert [len(chunk.choices[0].token_ids) for chunk in chunks] == [4, 4, 2]
+
+
+def test_chat(chatty: openai.OpenAI, tokenizer) -> None:
+    options = {"model": "tiny", "messages": [{"role": "user", "content": "a1"}], "max_tokens": 9, "seed": 1}
+    whole = chatty.chat.completions.create(**options, logprobs=True, extra_body={"return_token_ids": True})
+    assert whole.prompt_token_ids == tokenizer.encode("a1:")
+    (choice,) = whole.choices
+    assert choice.message.role == "assistant"
+    assert len(choice.logprobs.content) == len(choice.token_ids) == len(choice.weight_versions)
+    chunks = list(chatty.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a1"}]}]
+    again = chatty.chat.completions.create(
+        model="tiny", messages=parts, max_completion_tokens=9, seed=1, extra_body={"return_token_ids": True}
+    )
+    assert again.choices[0].message.content == choice.message.content
+
+
+def test_a_seed_alone_makes_a_request_repeatable(client: openai.OpenAI) -> None:
+    """Even while the same request is in flight: the later one waits."""
+    texts: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        texts[index] = client.completions.create(model="tiny", prompt="a1:", seed=7).choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 4
+    assert len(set(texts.values())) == 1
+    assert client.completions.create(model="tiny", prompt="a1:", seed=8).choices[0].text != texts[0]
+
+
+def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(server, client: openai.OpenAI) -> None:
+    whole = client.completions.create(
+        model="tiny", prompt="a1:", seed=2, extra_body={"return_token_ids": True, "stop_token_ids": []}
+    ).choices[0]
+    stop = whole.text[5:7]
+    at = whole.text.find(stop)
+    for stream in (False, True):
+        answer = client.completions.create(
+            model="tiny", prompt="a1:", seed=2, stop=["never", stop], stream=stream,
+            extra_body={"return_token_ids": True, "stop_token_ids": []},
+        )  # fmt: skip
+        choices = [each for chunk in answer for each in chunk.choices] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == whole.text[:at]
+        assert choices[-1].finish_reason == "stop"
+        token_ids = [token_id for choice in choices for token_id in choice.token_ids]
+        assert token_ids == whole.token_ids[: len(token_ids)]
+        assert len(token_ids) < len(whole.token_ids)
+    server.driver.abort([]).result()
+    assert server.driver.num_in_flight == 0
+
+
+def test_an_interrupted_completion_goes_on_as_if_nothing_had_happened(server) -> None:
+    body = {
+        "prompt": [3, 4], "max_tokens": 20, "seed": 1, "rollout_id": 6, "logprobs": 0, "return_token_ids": True,
+        "stop_token_ids": [],
+    }  # fmt: skip
+    whole = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    first = server.http.post("/v1/completions", json={**body, "max_tokens": 7}).json()["choices"][0]
+    generated = {
+        "token_ids": first["token_ids"],
+        "logprobs": first["logprobs"]["token_logprobs"],
+        "weight_versions": first["weight_versions"],
+    }
+    resumed = server.http.post("/v1/completions", json={**body, "generated": generated}).json()["choices"][0]
+    assert resumed["token_ids"] == whole["token_ids"]
+    assert resumed["text"] == whole["text"]
+    np.testing.assert_allclose(
+        resumed["logprobs"]["token_logprobs"], whole["logprobs"]["token_logprobs"], rtol=0, atol=1e-5
+    )
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"prompt": []}, 400, "0 tokens, not 1 to 32"),
+        ({"prompt": ""}, 400, "0 tokens, not 1 to 32"),
+        ({"prompt": [2] * 33}, 400, "33 tokens, not 1 to 32"),
+        ({"prompt": "a" * 33}, 400, "33 tokens, not 1 to 32"),
+        ({"prompt": [2, 44]}, 400, "token id 44 is not in 0 to 43"),
+        ({"prompt": [-1]}, 400, "prompt.0: Input should be greater than or equal to 0, got -1"),
+        ({"prompt": 5}, 400, "prompt: "),
+        ({"prompt": [[1], [2]]}, 400, "prompt.0: "),
+        ({"stop_token_ids": [2, 99]}, 400, "token id 99 is not in 0 to 43"),
+        ({"stop_token_ids": list(range(9))}, 400, "9 stop tokens"),
+        ({"temperature": -0.5}, 400, "temperature: Input should be greater than or equal to 0, got -0.5"),
+        ({"temperature": "warm"}, 400, "temperature: "),
+        ({"temperature": 1e308}, 400, "temperature: "),
+        ({"temperature": 1e-40}, 400, "temperature is 1e-40, not 0 or 0.001 to 100"),
+        ({"generated": {"token_ids": [1], "logprobs": [-1e300], "weight_versions": [0]}}, 400, "generated.logprobs.0"),
+        ({"top_p": 0}, 400, "top_p: "),
+        ({"n": 0}, 400, "n: Input should be greater than or equal to 1, got 0"),
+        ({"n": 17}, 400, "n is 17, not 1 to 16"),
+        ({"max_tokens": 25}, 400, "max_tokens is 25, not 1 to 24"),
+        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"stop": ""}, 400, "empty string"),
+        ({"logprobs": 2}, 400, "logprobs: "),
+        ({"best_of": 2}, 400, "best_of: Extra inputs are not permitted, got 2"),
+        ({"model": "gpt"}, 404, "there is no model 'gpt', only 'tiny'"),
+        ({"rollout_id": (1 << 52) - 1, "n": 2}, 400, "rollout_id + n is above"),
+        ({"generated": {"token_ids": [1], "logprobs": [], "weight_versions": [0]}}, 400, "1 token_ids but 0 logprobs"),
+        ({"generated": {"token_ids": [44], "logprobs": [0.0], "weight_versions": [0]}}, 400, "token id 44"),
+        ({"generated": {"token_ids": [], "logprobs": [], "weight_versions": []}, "n": 2}, 400, "n is 2"),
+        (
+            {"generated": {"token_ids": [1] * 9, "logprobs": [0.0] * 9, "weight_versions": [0] * 9}, "max_tokens": 9},
+            400,
+            "already has 9 of 9",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_names_the_number(server, change: dict, status: int, message: str, stream: bool) -> None:
+    response = server.http.post("/v1/completions", json={"prompt": [2, 3], **change, "stream": stream})
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert server.http.post("/v1/completions", json={"prompt": [2]}).status_code == 200
+
+
+def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="33 tokens"):
+        client.completions.create(model="tiny", prompt=[2] * 33)
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.completions.create(model="other", prompt=[2])
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_refuses_is_a_bad_request(chatty: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="only users may speak"):
+        chatty.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"NaN",
+        b"3",
+        rb'{"prompt": "\ud800"}',
+        rb'{"prompt": "a", "\ud800": 1}',
+        rb'{"prompt": "a", "stop": "\ud800", "n": 0}',
+    ],
+)
+def test_a_body_that_is_no_request(server, content: bytes) -> None:
+    response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_too_large(start_server) -> None:
+    server = start_server(max_body_bytes=1000)
+    ten_megabytes = json.dumps({"prompt": "a" * 10_000_000}).encode()
+    headers = {"Content-Type": "application/json"}
+    unknown_length = (b" " * 1000 for _ in range(100))
+    for content in (ten_megabytes, unknown_length):
+        response = server.http.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+    assert server.http.post("/v1/completions", json={"prompt": [2]}).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(start_server) -> None:
+    app = start_server(max_body_bytes=1000).app
+    num_received, sent = 0, []
+
+    async def receive():
+        nonlocal num_received
+        num_received += 1
+        return {"type": "http.request", "body": b" " * 400, "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert num_received == 3
+
+
+def test_unknown_routes_and_methods_have_the_same_shape(server) -> None:
+    for response in (server.http.get("/nothing"), server.http.get("/v1/completions")):
+        assert response.json()["error"]["message"]
+    assert response.status_code == 405
+    assert response.headers["Allow"] == "POST"
+
+
+def test_a_client_that_hangs_up_gives_its_rows_back(start_server) -> None:
+    """Eight rows, all of them paused with requests of clients that leave; the ninth is served."""
+    server = start_server()
+    server.http.post("/pause")
+    body = {"prompt": [2], "stop_token_ids": []}
+    with httpx.Client(base_url=server.url) as leaving:
+        streams = [leaving.stream("POST", "/v1/completions", json={**body, "n": 4, "stream": True}) for _ in range(2)]
+        for stream in streams:
+            stream.__enter__()
+        assert server.driver.num_in_flight == 8
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    impatient = httpx.Timeout(60, read=0.2)
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/completions", json=body, timeout=impatient)
+    server.http.post("/resume")
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    wait_until_idle(server)
+    assert server.metric("requests_aborted_total") == 9
+    assert server.metric("requests_finished_total") == 1
+
+
+def wait_until_idle(server) -> None:
+    """Every command is carried out between two steps; so this asks step by step, and not by the clock."""
+    for _ in range(100_000):
+        server.driver.abort([]).result()
+        if server.driver.num_in_flight == 0:
+            return
+    pytest.fail("rows were not given back")
+
+
+class BrokenGenerator(ScriptedGenerator):
+    """Breaks at its third step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda rollout_id: 10)
+        self._num_steps = 0
+
+    def step(self):
+        self._num_steps += 1
+        if self._num_steps == 3:
+            raise RuntimeError("out of memory")
+        return super().step()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_fails_is_an_error_of_what_was_in_flight(start_server, stream: bool) -> None:
+    server = start_server(BrokenGenerator())
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        with pytest.raises(openai.APIError, match="generation failed: RuntimeError: out of memory") as raised:
+            list(client.completions.create(model="tiny", prompt=[1], stream=stream))
+        if not stream:
+            assert raised.value.status_code == 500
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert "out of memory" in health.json()["error"]["message"]
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
+            client.completions.create(model="tiny", prompt=[1])
+    assert server.metric("failed") == 1
+    assert server.http.post("/pause").status_code == 500

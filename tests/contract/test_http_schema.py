@@ -1,0 +1,72 @@
+"""Requests made up from the server's own OpenAPI document: no answer is a 5xx or undocumented."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+pytestmark = pytest.mark.slow
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+]
+ROUTES = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("POST", "/abort"),
+    ("POST", "/resume"),
+    ("POST", "/request_weight_update"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+]
+bounded = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def schema(chat_server):
+    return schemathesis.openapi.from_url(f"{chat_server.url}/openapi.json")
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_answers_are_documented(schema, method: str, path: str) -> None:
+    statuses = set()
+
+    @bounded
+    @given(case=schema[path][method].as_strategy())
+    def check(case) -> None:
+        statuses.add(case.call_and_validate(checks=CHECKS, timeout=30).status_code)
+
+    check()
+    assert 200 in statuses or path == "/request_weight_update", statuses
+
+
+def test_every_route_is_documented_with_openais_errors(server) -> None:
+    document = server.http.get("/openapi.json").json()
+    routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert set(ROUTES) | {("POST", "/pause"), ("POST", "/init_process_group")} == routes
+    for path, methods in document["paths"].items():
+        for operation in methods.values() if path != "/metrics" else ():
+            assert "422" not in operation["responses"]
+            refusal = operation["responses"]["400"]["content"]["application/json"]["schema"]
+            assert refusal == {"$ref": "#/components/schemas/ErrorResponse"}

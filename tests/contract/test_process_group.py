@@ -1,0 +1,167 @@
+"""Weights over a process group: what arrives is what was sent, or everybody hears that it is not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from midflight.errors import WeightUpdateError
+from midflight.types import TensorSpec
+from midflight.weights.process_group import (
+    Announcement,
+    Invitation,
+    ProcessGroupReceiver,
+    ProcessGroupSender,
+    local_address,
+    plan_buckets,
+    specs_of,
+)
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "embedding": torch.randn(50, 8, generator=generator),
+        "norm": torch.randn(8, generator=generator).bfloat16(),
+        "scalar": torch.tensor(float(version)),
+        "strided": torch.randn(6, 4, generator=generator).bfloat16().T,
+        "empty": torch.zeros(0, 3),
+        "steps": torch.tensor([version, 2**40]),
+        "parameter": torch.nn.Parameter(torch.randn(3, 3, generator=generator)),
+    }
+
+
+class Receivers:
+    """Receivers by rank; what a server does with an invitation and an announcement."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, ProcessGroupReceiver] = {}
+
+    def invite(self, invitation: Invitation) -> None:
+        self.by_rank[invitation.rank] = ProcessGroupReceiver(invitation)
+
+    def announce(self, rank: int, announcement: Announcement) -> dict[str, torch.Tensor]:
+        return self.by_rank[rank].receive(announcement)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
+@pytest.mark.parametrize("num_receivers", [1, 2])
+def test_every_version_arrives_exactly(num_receivers: int, bucket_bytes: int) -> None:
+    receivers = Receivers()
+    sender = ProcessGroupSender("127.0.0.1", num_receivers=num_receivers, timeout_s=20, bucket_bytes=bucket_bytes)
+    sender.connect(receivers.invite)
+    for version in range(3):
+        sent = weights(version)
+        arrived = sender.send(version, sent, receivers.announce)
+        assert len(arrived) == num_receivers
+        for each in arrived:
+            assert list(each) == list(sent)
+            for name, tensor in sent.items():
+                assert each[name].dtype == tensor.dtype
+                assert torch.equal(each[name], tensor)
+                assert not each[name].requires_grad
+    sender.close()
+
+
+def test_buckets_hold_every_tensor_once_and_no_more_than_fit() -> None:
+    specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate([1, 16, 2, 500, 3, 16, 16, 1])]
+    buckets = plan_buckets(specs, 128)
+    names = [[placed.spec.name for placed in bucket.tensors] for bucket in buckets]
+    assert names == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6", "7"]]
+    with pytest.raises(WeightUpdateError, match="announced twice"):
+        plan_buckets([specs[0], specs[0]], 128)
+    with pytest.raises(WeightUpdateError, match="complex64"):
+        plan_buckets([TensorSpec("a", (1,), "complex64")], 128)
+
+
+def test_a_refusal_is_heard_at_once() -> None:
+    """No timeout passes: it is longer than the test may take."""
+    receivers = Receivers()
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=3600)
+
+    def refuse(*_: object) -> None:
+        raise WeightUpdateError("not today")
+
+    with pytest.raises(WeightUpdateError, match="not today"):
+        sender.connect(refuse)
+    sender.connect(receivers.invite)
+    with pytest.raises(WeightUpdateError, match="not today"):
+        sender.send(1, weights(1), refuse)
+    assert not sender.is_connected
+    sender.connect(receivers.invite)
+    (arrived,) = sender.send(2, weights(2), receivers.announce)
+    assert torch.equal(arrived["scalar"], torch.tensor(2.0))
+
+
+def test_nothing_can_be_sent_before_connecting() -> None:
+    with pytest.raises(WeightUpdateError, match="before the group was set up"):
+        ProcessGroupSender("127.0.0.1").send(1, weights(1), Receivers().announce)
+
+
+def test_a_receiver_that_never_joins_is_given_up() -> None:
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=0.5)
+    never = threading.Event()
+    with pytest.raises(WeightUpdateError, match=r"not every receiver was ready within 0\.5 s"):
+        sender.connect(lambda invitation: never.wait())
+    never.set()
+
+
+def test_a_receiver_that_leaves_breaks_the_transfer_for_the_sender() -> None:
+    receivers = Receivers()
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=20, bucket_bytes=4 << 20)
+    sender.connect(receivers.invite)
+    big = {str(index): torch.zeros(1 << 20) for index in range(16)}
+
+    def leave(rank: int, announcement: Announcement) -> None:
+        receiver = receivers.by_rank.pop(rank)
+        receiver._store.set(receiver._key, "ready")
+        receiver.close()
+
+    with pytest.raises(WeightUpdateError, match=r"version 1 was not sent: bucket \d+ of 16: "):
+        sender.send(1, big, leave)
+    assert not sender.is_connected
+
+
+def test_a_sender_that_leaves_breaks_the_transfer_for_the_receiver() -> None:
+    receivers = Receivers()
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
+    sender.connect(receivers.invite)
+    announcement = Announcement(3, specs_of(weights(3)), 1 << 20)
+    failure: Future[None] = Future()
+
+    def receive() -> None:
+        try:
+            receivers.announce(1, announcement)
+        except WeightUpdateError as error:
+            failure.set_exception(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    sender.close()
+    thread.join()
+    with pytest.raises(WeightUpdateError, match="version 3 did not arrive: "):
+        failure.result()
+
+
+def test_only_the_given_address_is_listened_on() -> None:
+    """All of 127.0.0.0/8 is this machine."""
+    receivers, invitations = Receivers(), []
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
+
+    def invite(invitation: Invitation) -> None:
+        invitations.append(invitation)
+        receivers.invite(invitation)
+
+    sender.connect(invite)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", invitations[0].master_port))
+
+
+def test_the_address_for_loopback_is_loopback() -> None:
+    assert local_address("127.0.0.1", 80) == "127.0.0.1"
+    with pytest.raises(WeightUpdateError, match=r"nowhere\.invalid"):
+        local_address("nowhere.invalid", 80)

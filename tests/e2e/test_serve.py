@@ -1,0 +1,133 @@
+"""`midflight serve` as a user types it: one process that serves, another that asks, updates and interrupts."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+
+from midflight.config import load_recipe
+from midflight.generation.client import HTTPGenerator
+from midflight.launch.build import build_engine
+from midflight.models.loading import load_config, load_model, weights_of
+from midflight.types import GenerationRequest, RolloutId, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+MODEL = RECIPE.parent / "models" / "chain_sums"
+
+
+def start(*overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "midflight", "serve", str(RECIPE), "engine.threads=1", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    line = process.stdout.readline()
+    assert line.startswith("serving at http://127.0.0.1:"), line or process.communicate()[1]
+    return line.removeprefix("serving at ").strip()
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = start("serve.port=0")
+    try:
+        yield process, url_of(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = served
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+        assert [model.id for model in client.models.list()] == ["chain_sums"]
+        answer = client.completions.create(model="chain_sums", prompt="a1:", temperature=0)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].text
+
+    recipe = load_recipe(RECIPE)
+    weights = weights_of(load_model(MODEL))
+    changed = {name: tensor * 1.01 for name, tensor in weights.items()}
+    engine = build_engine(recipe, load_config(MODEL), changed, num_rows=64, version=7)
+    request = GenerationRequest(RolloutId(0), np.array([5, 6], np.int32), SamplingParams(40), seed=1)
+    engine.add([request])
+    with HTTPGenerator(url) as generator:
+        generator.update_weights(7, changed)
+        generator.add([request])
+        completions = [completion for steps in (generator, engine) for completion in drain(steps)]
+    ours, expected = (completion.generated for completion in completions)
+    assert ours.token_ids.tolist() == expected.token_ids.tolist()
+    assert ours.logprobs.tolist() == expected.logprobs.tolist()
+    assert set(ours.weight_versions.tolist()) == {7}
+
+    httpx.post(f"{url}/pause")
+    body = {"prompt": "a1:", "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        process.send_signal(signal.SIGINT)
+        text = response.read().decode()
+    assert '"finish_reason":"abort"' in text
+    assert text.endswith("data: [DONE]\n\n")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr == ""
+
+
+def drain(generator):
+    while generator.num_in_flight:
+        yield from generator.step()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["serve.host=0.0.0.0"], "serve.host = '0.0.0.0' is not loopback, so an admin token is needed"),
+        (["serve.port=70000"], "serve.port: should be less than or equal to 65535"),
+        (["serve.prot=7"], "unknown key serve.prot; did you mean serve.port?"),
+        (["serve.host=192.0.2.1", "serve.admin_token=x"], "cannot listen on 192.0.2.1:8000: "),
+        (["model.path=/nowhere"], "model.path: there is no directory /nowhere"),
+        (["engine.device=cuda"], "engine.device = 'cuda': this machine has no CUDA device"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(overrides: list[str], message: str) -> None:
+    if "engine.device=cuda" in overrides and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    _, stderr = (process := start(*overrides)).communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.startswith(f"midflight: {message}")
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, stderr = (process := start(f"serve.port={port}")).communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.splitlines() == [
+        f"midflight: cannot listen on 127.0.0.1:{port}: Address already in use; serve.port = 0 picks a free port"
+    ]
+
+
+def test_a_token_from_the_environment_opens_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDFLIGHT_ADMIN_TOKEN", "sesame")
+    process = start("serve.host=0.0.0.0", "serve.port=0")
+    try:
+        assert process.stdout
+        port = process.stdout.readline().strip().rpartition(":")[2]
+        assert httpx.post(f"http://127.0.0.1:{port}/pause").status_code == 401
+        headers = {"Authorization": "Bearer sesame"}
+        assert httpx.post(f"http://127.0.0.1:{port}/pause", headers=headers).status_code == 200
+    finally:
+        process.kill()
+        process.communicate()

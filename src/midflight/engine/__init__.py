@@ -8,6 +8,7 @@ plan.py         what one step computes, as the scheduler says it and as the mode
 cache.py        the tensors of the paged KV cache
 model.py        what the engine needs of a model
 decoder.py      Llama, Qwen2 and Qwen3 over fused weights
+linear.py       weight matrices in the layout that is fast
 hf_module.py    every other Hugging Face causal LM, as its own module
 loading.py      which of the two
 weight_sets.py  the two sets of weights an update swaps

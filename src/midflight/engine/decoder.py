@@ -1,14 +1,13 @@
 """The forward pass of the Llama, Qwen2 and Qwen3 families for generation, over fused weights.
 
-The query, key and value projections are one matrix, gate and up another: fewer, larger products. Matrices are kept
-[in, out], the layout in which a product with few rows is two to four times as fast on a CPU as with [out, in].
+The query, key and value projections are one matrix, gate and up another: fewer, larger products.
 
 Suffixes: T tokens of a step, D model, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.linear import Linear, PackedLinear, TransposedLinear, make_linear
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
 from midflight.engine.weight_sets import WeightSets
@@ -75,14 +75,14 @@ class DecoderShape:
 @dataclass(slots=True)
 class LayerWeights:
     input_norm: Tensor  # [D]
-    qkv: Tensor  # [D, (H + 2K) * E]
+    qkv: Linear  # D -> (H + 2K) * E
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None  # query and key, [E]
-    out: Tensor  # [H * E, D]
+    out: Linear  # H * E -> D
     out_bias: Tensor | None
     post_norm: Tensor  # [D]
-    gate_up: Tensor  # [D, 2 * intermediate]
-    down: Tensor  # [intermediate, D]
+    gate_up: Linear  # D -> 2 * intermediate
+    down: Linear  # intermediate -> D
 
 
 class DecoderWeights:
@@ -91,42 +91,57 @@ class DecoderWeights:
     def __init__(
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
     ) -> None:
-        self._kernels = kernels
         self.writers: dict[str, Callable[[Tensor], object]] = {}
+        self.finishers: list[Callable[[], None]] = []
         hidden, vocab_size = shape.hidden_size, shape.model.vocab_size
 
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        self.embedding, self.head, self.final_norm = empty(vocab_size, hidden), empty(hidden, vocab_size), empty(hidden)
-        self.writers["model.norm.weight"] = self.final_norm.copy_
-        if shape.tied_embeddings:
-            self.writers["model.embed_tokens.weight"] = self._write_tied
-        else:
-            self.writers["model.embed_tokens.weight"] = self.embedding.copy_
-            self.writers["lm_head.weight"] = self._matrix(self.head)
-        self.layers = [self._layer(f"model.layers.{i}.", shape, empty) for i in range(shape.model.num_layers)]
+        def linear(num_in: int, num_out: int) -> PackedLinear | TransposedLinear:
+            made = make_linear(num_in, num_out, dtype, device, kernels)
+            self.finishers.append(made.finish)
+            return made
 
-    def _layer(self, prefix: str, shape: DecoderShape, empty: Callable[..., Tensor]) -> LayerWeights:
+        self.final_norm = empty(hidden)
+        self.writers["model.norm.weight"] = self.final_norm.copy_
+        self.head = linear(hidden, vocab_size)
+        write_head = self.head.writer(0, vocab_size)
+        if shape.tied_embeddings and isinstance(self.head, PackedLinear):
+            self.embedding = self.head.weight
+            self.writers["model.embed_tokens.weight"] = write_head
+        else:
+            self.embedding = empty(vocab_size, hidden)
+            write_embedding = self.embedding.copy_
+            if shape.tied_embeddings:
+                self.writers["model.embed_tokens.weight"] = lambda weight: (write_embedding(weight), write_head(weight))
+            else:
+                self.writers |= {"model.embed_tokens.weight": write_embedding, "lm_head.weight": write_head}
+        self.layers = [self._layer(f"model.layers.{i}.", shape, empty, linear) for i in range(shape.model.num_layers)]
+
+    def _layer(
+        self, prefix: str, shape: DecoderShape, empty: Callable[..., Tensor], linear: Callable[[int, int], Linear]
+    ) -> LayerWeights:
         hidden, intermediate, head_dim = shape.hidden_size, shape.intermediate_size, shape.model.head_dim
         q_size, kv_size = shape.model.num_heads * head_dim, shape.model.num_kv_heads * head_dim
         layer = LayerWeights(
             input_norm=empty(hidden),
-            qkv=empty(hidden, q_size + 2 * kv_size),
+            qkv=linear(hidden, q_size + 2 * kv_size),
             qkv_bias=empty(q_size + 2 * kv_size) if shape.qkv_bias else None,
             head_norms=(empty(head_dim), empty(head_dim)) if shape.head_norms else None,
-            out=empty(q_size, hidden),
+            out=linear(q_size, hidden),
             out_bias=empty(hidden) if shape.out_bias else None,
             post_norm=empty(hidden),
-            gate_up=empty(hidden, 2 * intermediate),
-            down=empty(intermediate, hidden),
+            gate_up=linear(hidden, 2 * intermediate),
+            down=linear(intermediate, hidden),
         )
-        matrices = {"self_attn.o_proj": layer.out, "mlp.down_proj": layer.down}
         qkv_sizes = [q_size, kv_size, kv_size]
-        for name, part in zip("qkv", torch.split(layer.qkv, qkv_sizes, dim=1), strict=True):
-            matrices[f"self_attn.{name}_proj"] = part
-        for name, part in zip(("gate", "up"), layer.gate_up.chunk(2, dim=1), strict=True):
-            matrices[f"mlp.{name}_proj"] = part
+        matrices = {
+            **_parts(layer.qkv, {f"self_attn.{name}_proj": size for name, size in zip("qkv", qkv_sizes, strict=True)}),
+            **_parts(layer.out, {"self_attn.o_proj": hidden}),
+            **_parts(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}),
+            **_parts(layer.down, {"mlp.down_proj": hidden}),
+        }
         vectors = {
             "input_layernorm.weight": layer.input_norm,
             "post_attention_layernorm.weight": layer.post_norm,
@@ -139,15 +154,14 @@ class DecoderWeights:
         if layer.head_norms:
             vectors["self_attn.q_norm.weight"], vectors["self_attn.k_norm.weight"] = layer.head_norms
         self.writers |= {f"{prefix}{name}": vector.copy_ for name, vector in vectors.items()}
-        self.writers |= {f"{prefix}{name}.weight": self._matrix(matrix) for name, matrix in matrices.items()}
+        self.writers |= {f"{prefix}{name}.weight": writer for name, writer in matrices.items()}
         return layer
 
-    def _matrix(self, target: Tensor) -> Callable[[Tensor], object]:
-        return functools.partial(self._kernels.linear_layout, out=target)
 
-    def _write_tied(self, weight: Tensor) -> None:
-        self.embedding.copy_(weight)
-        self._kernels.linear_layout(weight, self.head)
+def _parts(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Callable[[Tensor], object]]:
+    """A writer for each of the projections that share a matrix, in this order."""
+    stops = list(itertools.accumulate(sizes.values()))
+    return {name: linear.writer(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
 class Decoder:
@@ -189,20 +203,14 @@ class Decoder:
         scale = self.shape.head_dim**-0.5
         x = F.embedding(batch.token_ids, weights.embedding)
         for layer, kv in zip(weights.layers, cache.layers, strict=True):
-            qkv = _linear(kernels.rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(kernels.rms_norm(x, layer.input_norm, eps), layer.qkv_bias)
             query = kernels.rope_and_store(qkv, self._rope, layer.head_norms, eps, batch, kv)
-            x = x.addmm_(kernels.attend(query, batch, kv, scale), layer.out)
-            if layer.out_bias is not None:
-                x += layer.out_bias
-            gate_up = kernels.rms_norm(x, layer.post_norm, eps) @ layer.gate_up
-            x = x.addmm_(kernels.silu_mul(gate_up), layer.down)
+            x += layer.out(kernels.attend(query, batch, kv, scale), layer.out_bias)
+            gate_up = layer.gate_up(kernels.rms_norm(x, layer.post_norm, eps))
+            x += layer.down(kernels.silu_mul(gate_up))
         if len(batch.logits_index) < len(x):
             x = x[batch.logits_index]
-        return (kernels.rms_norm(x, weights.final_norm, eps) @ weights.head).float()
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        return weights.head(kernels.rms_norm(x, weights.final_norm, eps)).float()
 
 
 def _rope_tables(shape: DecoderShape, max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:

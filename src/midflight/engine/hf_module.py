@@ -74,9 +74,10 @@ class ModuleWeights:
         if device.type == "cpu":
             for part in self.module.modules():
                 if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
-                    # Kept [in, out] under a transposed view: see decoder.py.
+                    # Kept [in, out] under a transposed view: see linear.py.
                     part.weight.data = part.weight.data.t().contiguous().t()
                     matrices[id(part.weight)] = part.weight
+        self.finishers: list[Callable[[], None]] = []
         self.writers: dict[str, Callable[[Tensor], object]] = {
             name: functools.partial(kernels.linear_layout, out=parameter.data.t())
             if id(parameter) in matrices

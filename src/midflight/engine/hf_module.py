@@ -18,7 +18,7 @@ from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import WeightSets
+from midflight.engine.weight_sets import WeightSets, Writer
 from midflight.errors import ModelError
 
 PAGED_ATTENTION = "midflight_paged"
@@ -53,6 +53,12 @@ def paged_attention(
     batch, kernels = paged.batch, paged.kernels
     layer = paged.cache.layers[module.layer_idx]  # type: ignore[index]
     num_tokens, head_dim = query.shape[2:]
+    if key.shape != value.shape or (key.shape[1], key.shape[3]) != (layer.num_kv_heads, layer.head_dim):
+        # Kernels trust these sizes.
+        raise ModelError(
+            f"layer {module.layer_idx} has keys {list(key.shape)} and values {list(value.shape)}; the engine has room"
+            f" for {layer.num_kv_heads} heads of {layer.head_dim}"
+        )
     kernels.store(key[0].transpose(0, 1), value[0].transpose(0, 1), batch, layer)
     flat = query[0].transpose(0, 1).reshape(num_tokens, -1)
     scale = head_dim**-0.5 if scaling is None else scaling
@@ -78,10 +84,12 @@ class ModuleWeights:
                     part.weight.data = part.weight.data.t().contiguous().t()
                     matrices[id(part.weight)] = part.weight
         self.finishers: list[Callable[[], None]] = []
-        self.writers: dict[str, Callable[[Tensor], object]] = {
-            name: functools.partial(kernels.linear_layout, out=parameter.data.t())
-            if id(parameter) in matrices
-            else parameter.data.copy_
+        self.writers: dict[str, list[Writer]] = {
+            name: [
+                functools.partial(kernels.linear_layout, out=parameter.data.t())
+                if id(parameter) in matrices
+                else parameter.data.copy_
+            ]
             for name, parameter in self.module.named_parameters()
         }
 
@@ -135,12 +143,15 @@ def module_shape(config: Any) -> ModelShape:
     if kinds or getattr(config, "is_encoder_decoder", False):
         what = ", ".join(sorted(kinds)) or "an encoder"
         raise ModelError(f"the engine runs decoders with attention in every layer, not {config.model_type} with {what}")
-    num_heads = config.num_attention_heads
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-    )
+    try:
+        num_heads = config.num_attention_heads
+        return ModelShape(
+            num_layers=config.num_hidden_layers,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+        )
+    except AttributeError as error:
+        raise ModelError(f"the engine cannot run {config.model_type}: {error}") from error

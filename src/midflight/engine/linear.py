@@ -5,7 +5,6 @@ Suffixes: T tokens, in and out features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,15 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from midflight.engine.kernels.reference import ReferenceKernels
+from midflight.engine.weight_sets import Writer
 
-# MKL's packed format pays from about this many elements on; smaller matrices stay in cache as they are.
-_PACK_FROM = 1 << 19
+# MKL's packed format pays from about this many elements on; smaller matrices stay in cache as they are. Packing goes in
+# one piece, so an output head would hold up an update for longer than its slice.
+_PACK_FROM, _PACK_UP_TO = 1 << 19, 1 << 23
 # The number of rows MKL is told to expect. It is a hint: any number gives the same result.
 _EXPECTED_ROWS = 64
 
 
 class Linear(Protocol):
-    def writer(self, start: int, stop: int) -> Callable[[Tensor], object]:
+    def writer(self, start: int, stop: int) -> Writer:
         """What takes a Hugging Face weight [stop - start, in] as the output features `start` to `stop`."""
         ...
 
@@ -36,9 +37,9 @@ class Linear(Protocol):
 
 def make_linear(
     num_in: int, num_out: int, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
-) -> PackedLinear | TransposedLinear:
+) -> Linear:
     can_pack = device.type == "cpu" and dtype is torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    if can_pack and num_in * num_out >= _PACK_FROM:
+    if can_pack and _PACK_FROM <= num_in * num_out <= _PACK_UP_TO:
         return PackedLinear(num_in, num_out)
     return TransposedLinear(num_in, num_out, dtype, device, kernels)
 
@@ -51,7 +52,7 @@ class TransposedLinear:
     ) -> None:
         self._weight, self._kernels = torch.empty(num_in, num_out, dtype=dtype, device=device), kernels
 
-    def writer(self, start: int, stop: int) -> Callable[[Tensor], object]:
+    def writer(self, start: int, stop: int) -> Writer:
         target = self._weight[:, start:stop]
         return lambda weight: self._kernels.linear_layout(weight, target)
 
@@ -66,17 +67,17 @@ class PackedLinear:
     """Beside the plain [out, in], a copy in the format of MKL's own; float32 on a CPU."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
-        self.weight = torch.empty(num_out, num_in)
+        self._weight = torch.empty(num_out, num_in)
         self._packed: Tensor | None = None
 
-    def writer(self, start: int, stop: int) -> Callable[[Tensor], object]:
-        return self.weight[start:stop].copy_
+    def writer(self, start: int, stop: int) -> Writer:
+        return self._weight[start:stop].copy_
 
     def finish(self) -> None:
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _EXPECTED_ROWS)
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, _EXPECTED_ROWS)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) == 1:  # the packed format is no help to a product of matrix and vector
-            return F.linear(x, self.weight, bias)
-        out: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self.weight, bias, len(x))
+            return F.linear(x, self._weight, bias)
+        out: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._weight, bias, len(x))
         return out

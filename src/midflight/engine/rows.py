@@ -125,6 +125,7 @@ class RowTable:
 
     def _set_sampling(self, row: int, sampling: SamplingParams) -> None:
         self.temperatures[row] = sampling.temperature
-        self.top_ks[row], self.top_ps[row], self.min_ps[row] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.top_ks[row] = min(sampling.top_k, np.iinfo(np.int64).max)
+        self.top_ps[row], self.min_ps[row] = sampling.top_p, sampling.min_p
         self.stop_token_ids[row] = _NO_TOKEN
         self.stop_token_ids[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids

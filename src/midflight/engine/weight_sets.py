@@ -16,11 +16,13 @@ from torch import Tensor
 
 from midflight.errors import WeightUpdateError
 
+Writer = Callable[[Tensor], object]
+
 
 class WeightSet(Protocol):
     @property
-    def writers(self) -> Mapping[str, Callable[[Tensor], object]]:
-        """For every Hugging Face parameter name, what puts a tensor of that name into its place."""
+    def writers(self) -> Mapping[str, Sequence[Writer]]:
+        """For every Hugging Face parameter name, what puts a tensor of that name into its place, in pieces."""
         ...
 
     @property
@@ -80,8 +82,9 @@ class WeightSets(Generic[Weights]):
 
 
 def _filling(target: WeightSet, weights: Mapping[str, Tensor]) -> list[Callable[[], object]]:
-    """The pieces of work, a tensor each, that bring these weights into the set."""
-    return [*(functools.partial(target.writers[name], tensor) for name, tensor in weights.items()), *target.finishers]
+    """The pieces of work that bring these weights into the set."""
+    pieces = (functools.partial(write, tensor) for name, tensor in weights.items() for write in target.writers[name])
+    return [*pieces, *target.finishers]
 
 
 def _check_names(expected: Set[str], given: Set[str]) -> None:

@@ -16,9 +16,6 @@ from midflight.generation.http_errors import ApiError
 from midflight.generation.schemas import NUM_ROLLOUT_IDS, ChatMessage, Generated, GenerationOptions
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
 
-# Below, logits divided by it leave what a float32 can hold.
-_LOWEST_TEMPERATURE = 0.001
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -82,9 +79,6 @@ def generation_requests(
         raise ApiError(
             404, f"there is no model {body.model!r}, only {model.name!r}", param="model", code="model_not_found"
         )
-    if body.temperature and body.temperature < _LOWEST_TEMPERATURE:
-        message = f"temperature is {body.temperature}, not 0 or {_LOWEST_TEMPERATURE} to 100"
-        raise ApiError(400, message, param="temperature")
     if num_samples > model.max_samples:
         raise ApiError(400, f"n is {num_samples}, not 1 to {model.max_samples}", param="n")
     if body.generated and num_samples > 1:

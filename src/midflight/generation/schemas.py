@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from midflight.types import TEMPERATURES
 from midflight.weights.process_group import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
 
 # Ids above are the server's own, for requests without one; all fit into the 53 bits that any JSON reader keeps.
@@ -45,7 +46,9 @@ class GenerationOptions(Wire):
 
     model: str | None = Field(None, description="default: the model that is served")
     n: int | None = Field(None, ge=1, description="default 1; choice i is rollout rollout_id + i")
-    temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy; else at least 0.001")
+    temperature: float | None = Field(
+        None, ge=0, le=TEMPERATURES[1], description=f"default 1; 0 is greedy; else at least {TEMPERATURES[0]}"
+    )
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31, description="sample from the top_k likeliest tokens; 0: all")
     min_p: float | None = Field(None, ge=0, le=1, description="drop tokens this much less likely than the likeliest")

@@ -79,6 +79,15 @@ def test_a_model_without_keys_and_values_in_every_layer_is_refused() -> None:
         tiny_engine(model)
 
 
+def test_a_model_whose_heads_are_not_what_its_configuration_says_is_refused() -> None:
+    model = tiny_model("gpt2")
+    model.config.num_key_value_heads = 2
+    engine = tiny_engine(model)
+    engine.add([request([2, 3])])
+    with pytest.raises(ModelError, match=r"layer 0 has keys \[1, 4, 2, 8\] .* room for 2 heads of 8"):
+        engine.step()
+
+
 def test_limits_beyond_the_context_or_the_cache_are_refused() -> None:
     with pytest.raises(ModelError, match="32 prompt and 481 new tokens are more than the model's context of 512"):
         tiny_engine(tiny_model(), max_new_tokens=481)

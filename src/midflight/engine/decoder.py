@@ -21,7 +21,7 @@ from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.linear import Linear, make_linear
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import WeightSets, Writer
+from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
 
 # Rows of embedding and output head that are copied in one piece of an update.
 _VOCAB_BLOCK = 8192
@@ -167,7 +167,7 @@ def _parts(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Writer]:
     return {name: linear.writer(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
-class Decoder:
+class Decoder(UpdatedInFlight[DecoderWeights]):
     """Implements EngineModel. Computes in `dtype`; updates come in the dtype of the first weights."""
 
     def __init__(
@@ -185,20 +185,6 @@ class Decoder:
         self.kernels = kernels or best_kernels(shape.model, dtype, device)
         self._sets = WeightSets(lambda: DecoderWeights(shape, dtype, device, self.kernels), weights)
         self._rope = _rope_tables(shape, max_length, device)
-
-    @property
-    def weight_set(self) -> int:
-        return self._sets.num_swaps % 2
-
-    @property
-    def update_pending(self) -> bool:
-        return self._sets.pending
-
-    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
-        self._sets.begin(weights)
-
-    def continue_update(self, budget_s: float | None) -> bool:
-        return self._sets.proceed(budget_s)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

@@ -18,7 +18,7 @@ from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import WeightSets, Writer
+from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
 from midflight.errors import ModelError
 
 PAGED_ATTENTION = "midflight_paged"
@@ -94,7 +94,7 @@ class ModuleWeights:
         }
 
 
-class HfModule:
+class HfModule(UpdatedInFlight[ModuleWeights]):
     """Implements EngineModel for a module made from `config`. Computes in `dtype`."""
 
     def __init__(
@@ -110,20 +110,6 @@ class HfModule:
         self.dtype, self.device = dtype, device
         self.kernels = kernels or best_kernels(self.shape, dtype, device)
         self._sets = WeightSets(lambda: ModuleWeights(config, dtype, device, self.kernels), weights)
-
-    @property
-    def weight_set(self) -> int:
-        return self._sets.num_swaps % 2
-
-    @property
-    def update_pending(self) -> bool:
-        return self._sets.pending
-
-    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
-        self._sets.begin(weights)
-
-    def continue_update(self, budget_s: float | None) -> bool:
-        return self._sets.proceed(budget_s)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

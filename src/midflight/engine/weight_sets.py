@@ -81,6 +81,26 @@ class WeightSets(Generic[Weights]):
         return True
 
 
+class UpdatedInFlight(Generic[Weights]):
+    """The part of an EngineModel that is about new weights."""
+
+    _sets: WeightSets[Weights]
+
+    @property
+    def weight_set(self) -> int:
+        return self._sets.num_swaps % 2
+
+    @property
+    def update_pending(self) -> bool:
+        return self._sets.pending
+
+    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
+        self._sets.begin(weights)
+
+    def continue_update(self, budget_s: float | None) -> bool:
+        return self._sets.proceed(budget_s)
+
+
 def _filling(target: WeightSet, weights: Mapping[str, Tensor]) -> list[Callable[[], object]]:
     """The pieces of work that bring these weights into the set."""
     pieces = (functools.partial(write, tensor) for name, tensor in weights.items() for write in target.writers[name])

@@ -98,6 +98,11 @@ class GeneratedTokens:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def part(self, start: int, stop: int | None = None) -> GeneratedTokens:
+        """Tokens `start` to `stop`, as views."""
+        part = slice(start, stop)
+        return GeneratedTokens(self.token_ids[part], self.logprobs[part], self.weight_versions[part])
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -110,10 +110,12 @@ class Engine:
         return self._pending_version is not None
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        for index, request in enumerate(requests):
+        seen: set[RolloutId] = set()
+        for request in requests:
             self._check(request)
-            if any(request.rollout_id == other.rollout_id for other in requests[:index]):
+            if request.rollout_id in seen:
                 raise RequestError(f"request {request.rollout_id} is there twice")
+            seen.add(request.rollout_id)
         for request in requests:
             self._scheduler.add(request)
 

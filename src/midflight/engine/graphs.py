@@ -65,10 +65,6 @@ class GraphedModel:
     def weight_set(self) -> int:
         return self._model.weight_set
 
-    @property
-    def update_pending(self) -> bool:
-        return self._model.update_pending
-
     def begin_update(self, weights: Mapping[str, Tensor]) -> None:
         self._model.begin_update(weights)
 

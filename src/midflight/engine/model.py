@@ -42,9 +42,6 @@ class EngineModel(Protocol):
         """Which of the two sets of weight tensors `forward` reads now: 0 or 1."""
         ...
 
-    @property
-    def update_pending(self) -> bool: ...
-
     def begin_update(self, weights: Mapping[str, Tensor]) -> None:
         """Raises: WeightUpdateError if a name, shape or dtype does not fit, or an update is pending."""
         ...

@@ -2,15 +2,15 @@
 
 A row has `lengths` tokens, of which `num_cached` have keys and values. It starts with a prefix, its prompt and what was
 generated before it was interrupted, whose prefill is done in chunks so that decoding rows never wait for a long one.
-From then on one token is missing: a decode. When pages run out the youngest row gives its own
-back and waits; its tokens stay, and it is prefilled again when there is room. The oldest row can always finish.
+From then on one token is missing: a decode. When pages run out the youngest row gives its own back and waits; its
+tokens stay, and it is prefilled again when there is room. The oldest row can always finish.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -43,7 +43,7 @@ class Scheduler:
         self._waiting: deque[_Waiting] = deque()
         self._ids: set[RolloutId] = set()  # in a row or waiting
         self._prefilling: set[bytes] = set()  # prefixes that siblings in the queue wait for
-        self._cached_logits: list[tuple[int, Tensor]] = []  # (age of the row, its next logits)
+        self._cached_logits: list[tuple[int, Tensor]] = []  # (row, its next logits) of those just admitted
         self._copies: list[tuple[int, int]] = []
         self._epoch = 0
         self.num_preempted = 0
@@ -65,10 +65,7 @@ class Scheduler:
             return self.rows.generated(row, start)
         for entry in self._waiting:
             if entry.request.rollout_id == rollout_id:
-                generated = entry.request.generated or GeneratedTokens.none()
-                return GeneratedTokens(
-                    generated.token_ids[start:], generated.logprobs[start:], generated.weight_versions[start:]
-                )
+                return (entry.request.generated or GeneratedTokens.none()).part(start)
         raise KeyError(rollout_id)
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
@@ -143,17 +140,7 @@ class Scheduler:
         generated = self.rows.generated(row)
         self._give_back_pages(row)
         request = self.rows.release(row)
-        self._waiting.appendleft(
-            _waiting(
-                GenerationRequest(
-                    request.rollout_id,
-                    request.prompt_token_ids,
-                    request.sampling,
-                    request.seed,
-                    generated if len(generated) else None,
-                )
-            )
-        )
+        self._waiting.appendleft(_waiting(replace(request, generated=generated if len(generated) else None)))
         self.num_preempted += 1
 
     def _admit(self) -> None:
@@ -193,7 +180,7 @@ class Scheduler:
             self.rows.add_page(row, page)
         if end:
             self.rows.num_cached[row] = len(prefix)
-            self._cached_logits.append((int(self.rows.ages[row]), end.logits))
+            self._cached_logits.append((row, end.logits))
             if new_pages:
                 self._copies.append((end.page, new_pages[0]))
         else:
@@ -221,7 +208,7 @@ class Scheduler:
             for chunk in chunks
             if chunk.first_position + chunk.stop - chunk.start == rows.prefix_lengths[chunk.row]
         ]
-        ready = [(self._row_of_age(age), logits) for age, logits in self._cached_logits]
+        ready, self._cached_logits = self._cached_logits, []
         plan = StepPlan(
             token_ids=rows.token_ids[all_rows, positions].astype(np.int64),
             positions=positions,
@@ -231,7 +218,7 @@ class Scheduler:
             chunks=chunks,
             max_length=int(positions[: len(decoding)].max()) + 1 if len(decoding) else 0,
             sampled_rows=np.concatenate(
-                [decoding, np.array([chunk.row for chunk in finished] + [row for row, _ in ready], np.int64)]
+                [decoding, np.array([*(chunk.row for chunk in finished), *(row for row, _ in ready)], np.int64)]
             ),
             logits_index=np.concatenate(
                 [np.arange(len(decoding)), np.array([chunk.stop - 1 for chunk in finished], np.int64)]
@@ -239,7 +226,6 @@ class Scheduler:
             cached_logits=tuple(logits for _, logits in ready),
             copies=tuple(self._copies),
         )
-        self._cached_logits.clear()
         self._copies.clear()
         return plan
 
@@ -254,9 +240,6 @@ class Scheduler:
             end = min(start + int(missing[row]), stop)
             yield Chunk(row, start, end, int(rows.num_cached[row]))
             start = end
-
-    def _row_of_age(self, age: int) -> int:
-        return int(np.flatnonzero(self.rows.ages[: self.rows.num_active] == age)[0])
 
     def _remember_prefix(self, row: int, logits: Tensor) -> None:
         """A prefill is complete: siblings may use it, if one version of the weights computed it."""

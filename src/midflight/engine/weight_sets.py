@@ -90,10 +90,6 @@ class UpdatedInFlight(Generic[Weights]):
     def weight_set(self) -> int:
         return self._sets.num_swaps % 2
 
-    @property
-    def update_pending(self) -> bool:
-        return self._sets.pending
-
     def begin_update(self, weights: Mapping[str, Tensor]) -> None:
         self._sets.begin(weights)
 

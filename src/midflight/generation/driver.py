@@ -220,7 +220,7 @@ class GeneratorDriver:
 
     def _end(self, completion: Completion) -> None:
         listening = self._listening.pop(completion.rollout_id)
-        rest = tokens_from(completion.generated, listening.num_seen)
+        rest = completion.generated.part(listening.num_seen)
         self._tell(completion.rollout_id, listening, rest, completion.finish_reason)
 
     def _tell(
@@ -248,12 +248,6 @@ class GeneratorDriver:
         if self._update is not None:
             self._update.future.set_exception(failure)
             self._update = None
-
-
-def tokens_from(generated: GeneratedTokens, start: int, stop: int | None = None) -> GeneratedTokens:
-    """Tokens `start` to `stop`, as views."""
-    part = slice(start, stop)
-    return GeneratedTokens(generated.token_ids[part], generated.logprobs[part], generated.weight_versions[part])
 
 
 def _pass_on_failure(source: Future[Any], target: Future[Any]) -> None:

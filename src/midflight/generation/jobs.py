@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from midflight.errors import GenerationError
-from midflight.generation.driver import GeneratorDriver, Progress, tokens_from
+from midflight.generation.driver import GeneratorDriver, Progress
 from midflight.generation.http_errors import ApiError
 from midflight.generation.text import Decode, Detokenizer, StopStrings
 from midflight.types import FinishReason, GeneratedTokens, GenerationRequest, RolloutId
@@ -50,7 +50,7 @@ class _Assembly:
             piece, found = self._stop.push(self._detokenizer.push([token_id]))
             text += piece
             if found:
-                counted = tokens_from(progress.generated, 0, position)
+                counted = progress.generated.part(0, position)
                 return self._part(Progress(progress.rollout_id, counted, FinishReason.STOP), text)
         if ended:
             piece, found = self._stop.push(self._detokenizer.flush())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from midflight.generation.schemas import (
 from midflight.types import Float32Array, GeneratedTokens
 
 
-class Reply:
+class Reply(ABC):
     """How parts become a response or chunks of one."""
 
     def __init__(self, model: str, body: GenerationOptions, prompt: Sequence[int], text: Tokenizing) -> None:
@@ -41,12 +42,12 @@ class Reply:
         if body.return_token_ids:
             self._common["prompt_token_ids"] = list(prompt)
 
-    def response(self, parts: Sequence[Part], usage: Usage | None) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def response(self, parts: Sequence[Part], usage: Usage | None) -> str: ...
 
+    @abstractmethod
     def chunk(self, parts: Sequence[Part], usage: Usage | None = None) -> str:
         """Empty `parts` for the chunk that has the usage."""
-        raise NotImplementedError
 
     def _fields(self, part: Part) -> dict[str, Any]:
         return {

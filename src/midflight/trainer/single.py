@@ -19,7 +19,8 @@ from torch import Tensor
 from midflight.models.attention import PackedSequences
 from midflight.models.loading import load_model, load_tokenizer, quiet, weights_of
 from midflight.protocols import WeightSender
-from midflight.types import Microbatch, TensorSpec
+from midflight.types import Microbatch
+from midflight.weights.slot_file import specs_of
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -59,12 +60,7 @@ class SingleProcessTrainer:
             weight_decay=self._settings.weight_decay,
             fused=True,
         )
-        self._sender.announce(
-            [
-                TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in weights_of(self.model).items()
-            ]
-        )
+        self._sender.announce(specs_of(weights_of(self.model)))
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at every token that carries loss, under the sampling temperature; both [M].

@@ -35,7 +35,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from midflight.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
-from midflight.weights.slot_file import SlotLayout, lay_out
+from midflight.weights.slot_file import SlotLayout, lay_out, specs_of
 
 Backend = Literal["gloo", "nccl"]
 Answer = TypeVar("Answer")
@@ -64,13 +64,6 @@ class Announcement:
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-
-
-def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in weights.items()
-    )
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLayout]:

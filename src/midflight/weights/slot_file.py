@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,13 @@ _HEADER = struct.Struct("<8sII")  # magic, layout version, bytes of JSON
 _WORDS_AT, _NUM_WORDS = 64, 32
 _JSON_AT = _WORDS_AT + 8 * _NUM_WORDS
 _TENSOR_ALIGNMENT_BYTES = 64
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in weights.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

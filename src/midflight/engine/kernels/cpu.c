@@ -51,17 +51,19 @@ static inline float exp_of_nonpositive(float x) {
     return x < -87.0f ? 0.0f : p * scale.value;
 }
 
-/* out [N, D] = x [N, D] / rms(x) * weight, as Llama defines it. */
+/* out [D] = x [D] / rms(x) * weight, as Llama defines it; out may be x. */
+static inline void normalize(const element *x, const element *weight, float eps, element *out, long D) {
+    float squares = 0;
+    for (long d = 0; d < D; d++) squares += load(x[d]) * load(x[d]);
+    float scale = 1.0f / sqrtf(squares / D + eps);
+    for (long d = 0; d < D; d++) out[d] = rounded(load(rounded(load(x[d]) * scale)) * load(weight[d]));
+}
+
+/* x, out [N, D]. */
 void rms_norm(const element *restrict x, const element *restrict weight, float eps, element *restrict out, long N,
               long D, int threads) {
 #pragma omp parallel for num_threads(threads) if (N * D >= PARALLEL_FROM)
-    for (long n = 0; n < N; n++) {
-        const element *row = x + n * D;
-        float squares = 0;
-        for (long d = 0; d < D; d++) squares += load(row[d]) * load(row[d]);
-        float scale = 1.0f / sqrtf(squares / D + eps);
-        for (long d = 0; d < D; d++) out[n * D + d] = rounded(load(rounded(load(row[d]) * scale)) * load(weight[d]));
-    }
+    for (long n = 0; n < N; n++) normalize(x + n * D, weight, eps, out + n * D, D);
 }
 
 /* out [N, I] = silu(gate) * up, gate_up [N, 2 I]. */
@@ -74,13 +76,6 @@ void silu_mul(const element *restrict gate_up, element *restrict out, long N, lo
             out[n * I + i] = rounded(x * (x >= 0 ? 1.0f : decayed) / (1.0f + decayed) * load(up[i]));
         }
     }
-}
-
-static inline void normalize_head(element *head, const element *weight, float eps) {
-    float squares = 0;
-    for (int e = 0; e < E; e++) squares += load(head[e]) * load(head[e]);
-    float scale = 1.0f / sqrtf(squares / E + eps);
-    for (int e = 0; e < E; e++) head[e] = rounded(load(rounded(load(head[e]) * scale)) * load(weight[e]));
 }
 
 static inline void rotate_head(element *head, const float *cos, const float *sin) {
@@ -111,7 +106,7 @@ void rope_and_store(element *restrict qkv, const float *restrict cos, const floa
         element *row = qkv + n * (H + 2 * K) * E;
         const float *c = cos + positions[n] * (E / 2), *s = sin + positions[n] * (E / 2);
         for (int h = 0; h < H + K; h++) {
-            if (query_norm) normalize_head(row + h * E, h < H ? query_norm : key_norm, eps);
+            if (query_norm) normalize(row + h * E, h < H ? query_norm : key_norm, eps, row + h * E, E);
             rotate_head(row + h * E, c, s);
         }
         store_token(row + H * E, row + (H + K) * E, keys, values, slots[n]);

@@ -32,14 +32,14 @@ def cpu_kernels(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.d
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     library = _build(num_heads // num_kv_heads, num_kv_heads, head_dim, dtype is torch.bfloat16)
-    return CpuKernels(library, dtype) if library else None
+    return CpuKernels(library) if library else None
 
 
 class CpuKernels(ReferenceKernels):
     """See ReferenceKernels for the contracts; tensors are contiguous and on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self._library, self._dtype = library, dtype
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
 
     def linear_layout(self, weight: Tensor, out: Tensor) -> None:
         if weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_contiguous() or out.stride(1) != 1:

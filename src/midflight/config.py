@@ -38,6 +38,10 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     type: str = Field("chain_sums", description="a built-in environment, or package.module:Class")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    num_graders: int = Field(1, ge=1, description="processes that grade responses")
+    grading_timeout_s: float = Field(
+        10.0, gt=0, description="a verifier that takes longer is killed and its rollout failed, seconds"
+    )
 
 
 class SamplingConfig(Section):
@@ -79,8 +83,13 @@ class PipelineConfig(Section):
 
     type: Literal["pipeline"] = "pipeline"
     num_in_flight: int = Field(64, ge=1, description="rollouts being generated at any time, per engine")
-    max_waiting: int = Field(
-        64, ge=1, description="finished rollouts not yet trained on; past it finished slots are not refilled"
+    max_waiting: int | None = Field(
+        None,
+        ge=1,
+        description="finished rollouts that wait, the batch in training not counted; at least a batch, the default",
+    )
+    when_full: Literal["block", "drop_oldest"] = Field(
+        "block", description="past max_waiting: do not refill finished slots, or drop the groups that finished first"
     )
     max_lag: int | None = Field(None, ge=0, description="hard bound on token lag, optimizer steps; default: none")
 
@@ -93,13 +102,54 @@ class ConventionalConfig(Section):
     num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all of the RL step")
 
 
-ScheduleConfig = Annotated[PipelineConfig | ConventionalConfig, Field(discriminator="type")]
+class AprilConfig(Section):
+    """Start more groups than a batch needs, train on the first to finish, go on with the others later."""
+
+    type: Literal["april"] = "april"
+    over_sampling: float = Field(2.0, ge=1, description="groups held at a time, in batches; 1 waits for all of them")
+    max_versions: int | None = Field(
+        None, ge=1, description="weight versions in one rollout: an iteration waits for those that have so many"
+    )
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all that are held")
+
+
+class BoundedConfig(Section):
+    """Generation runs ahead of training by a bounded number of optimizer steps."""
+
+    type: Literal["bounded"] = "bounded"
+    max_lag: int = Field(1, ge=0, description="hard bound on token lag, optimizer steps")
+    updates: Literal["in_flight", "boundary"] = Field(
+        "in_flight", description="adopt new weights between two tokens, or between two batches only"
+    )
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all that the bound allows")
+
+
+class OneStepOffConfig(Section):
+    """Generate the next batch while this one is trained on: bounded, with max_lag = 1 and updates = "boundary"."""
+
+    type: Literal["one_step_off"] = "one_step_off"
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: a batch")
+
+
+ScheduleConfig = Annotated[
+    PipelineConfig | ConventionalConfig | AprilConfig | BoundedConfig | OneStepOffConfig, Field(discriminator="type")
+]
+SCHEDULE_TYPES = ("pipeline", "conventional", "april", "bounded", "one_step_off")
 
 
 class BatchConfig(Section):
     batch_size: int = Field(32, ge=1, description="rollouts per optimizer step; a multiple of group_size")
     group_size: int = Field(8, ge=1, description="rollouts per problem")
     max_tokens: int = Field(4096, ge=1, description="tokens per microbatch")
+    dynamic_sampling: bool = Field(
+        False, description="leave out groups whose rewards are all equal, and generate others instead (DAPO)"
+    )
+    max_filtered_in_a_row: int = Field(
+        1024, ge=1, description="with dynamic_sampling: the run ends after so many such groups in a row"
+    )
+    mask_older_than: int | None = Field(
+        None, ge=0, description="tokens of a greater lag carry no loss, optimizer steps; default: all tokens do"
+    )
 
 
 class AdvantageConfig(Section):
@@ -182,10 +232,11 @@ class Recipe(Section):
                 f"batch.max_tokens = {batch.max_tokens} cannot hold one sequence of engine.max_prompt_tokens +"
                 f" sampling.max_tokens = {longest} tokens"
             )
-        if isinstance(self.schedule, PipelineConfig) and self.schedule.max_waiting < batch.batch_size:
+        waiting = self.schedule.max_waiting if isinstance(self.schedule, PipelineConfig) else None
+        if waiting is not None and waiting < batch.batch_size:
             raise ValueError(
-                f"schedule.max_waiting = {self.schedule.max_waiting} is less than batch.batch_size ="
-                f" {batch.batch_size}: the batch could never fill up"
+                f"schedule.max_waiting = {waiting} is less than batch.batch_size = {batch.batch_size}: the batch could"
+                f" never fill up; {batch.batch_size} or more would work"
             )
         return self
 
@@ -293,7 +344,7 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], key: str) -> None:
 
 def _one_line(error: pydantic.ValidationError) -> str:
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part not in ("pipeline", "conventional")]
+    location = [str(part) for part in first["loc"] if part not in SCHEDULE_TYPES]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(location)}"

@@ -13,6 +13,7 @@ from midflight.types import (
     GeneratedTokens,
     GenerationRequest,
     Grade,
+    GradedResponse,
     Microbatch,
     Problem,
     ReadyGroup,
@@ -69,6 +70,23 @@ class Environment(Protocol):
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """The reward of a response. May raise: the rollout then counts as failed."""
+        ...
+
+
+class Grader(Protocol):
+    """Grades responses beside generation: a slow or broken verifier costs its own rollout and nobody's time."""
+
+    @property
+    def num_pending(self) -> int:
+        """Responses submitted whose result was not returned yet."""
+        ...
+
+    def submit(self, rollout_id: RolloutId, problem: Problem, response: str) -> None:
+        """Never waits for a verifier."""
+        ...
+
+    def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
+        """What has been graded since the last call, in any order; waits up to `timeout_s` for the first."""
         ...
 
 

@@ -39,6 +39,15 @@ class Grade:
     components: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class GradedResponse:
+    """What came of one response that was handed to a grader: a grade, or why there is none."""
+
+    rollout_id: RolloutId
+    grade: Grade | None
+    failure: str = ""
+
+
 # --- generation -------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +134,10 @@ class RolloutStatus(enum.Enum):
 
 @dataclass(slots=True)
 class Rollout:
-    """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward."""
+    """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward.
+
+    RUNNING with a finish reason means that it is generated and waits for its grade.
+    """
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -136,6 +148,11 @@ class Rollout:
     reward: float = 0.0
     reward_components: dict[str, float] = field(default_factory=dict)
     failure: str = ""  # why, when FAILED
+    num_carried: int = 0  # tokens it had when it was last interrupted
+
+    @property
+    def is_done(self) -> bool:
+        return self.status in (RolloutStatus.FINISHED, RolloutStatus.FAILED)
 
 
 @dataclass(slots=True)
@@ -197,26 +214,30 @@ class GroupCounts:
         return self.started == self.trained + self.dropped + self.failed + self.unfinished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ActorState:
     """What the actor needs to go on after this batch: which groups are open, where the dataset stands."""
 
-    next_group_id: GroupId
-    open_group_ids: list[GroupId]  # started and not in any batch yet
-    num_batches: int
-    num_failed_groups: int
-    num_dropped_groups: int
-    generated_tokens: int
-    num_updates: int  # new weights adopted by the engine
-    num_aborted: int  # rollouts the schedule interrupted; each goes on later
+    next_group_id: GroupId = GroupId(0)
+    open_group_ids: list[GroupId] = field(default_factory=list)  # started and not in any batch yet
+    num_batches: int = 0
+    num_failed_groups: int = 0
+    num_filtered_groups: int = 0  # all rewards were equal, and dynamic sampling is on
+    num_dropped_groups: int = 0  # by the schedule, because too many were waiting
+    generated_tokens: int = 0
+    num_updates: int = 0  # new weights adopted by the engine
+    num_aborted: int = 0  # rollouts the schedule interrupted; each goes on later
+    # Response lengths since the last batch, in tokens:
+    generated_lengths: list[int] = field(default_factory=list)  # of rollouts whose generation is done
+    dropped_lengths: list[int] = field(default_factory=list)  # of those in filtered and dropped groups
 
 
 @dataclass(frozen=True, slots=True)
 class ActorCheckpoint:
-    """The actor as it stopped: its state, and its open groups with the tokens they already have."""
+    """The actor as it was: its state, and the rollouts of its open groups with the tokens they had."""
 
     state: ActorState
-    groups: list[RolloutGroup]
+    rollouts: list[Rollout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +252,13 @@ class TrainingBatch:
     microbatches: list[Microbatch]
     num_rollouts: int
     num_response_tokens: int
+    num_loss_tokens: int  # response tokens that carry loss: all but those masked for their age
     group_ids: list[GroupId]
-    lag_histogram: dict[int, int]  # token_lag (in optimizer steps) -> response tokens
+    lag_histogram: dict[int, int]  # token_lag (in optimizer steps) -> tokens that carry loss
+    lag_by_position: Float32Array  # [10] mean token_lag in each tenth of a response; NaN where there is no token
+    trained_lengths: Int32Array  # [num_rollouts] response tokens
+    generated_lengths: Int32Array  # of the rollouts whose generation ended since the last batch
+    dropped_lengths: Int32Array  # of those that were filtered or dropped since then
     metrics: dict[str, float]  # measured upstream; goes into the step's metrics line
     actor_state: ActorState
 
@@ -253,6 +279,7 @@ class FleetView:
     num_started: int  # rollouts, since the run began
     num_in_flight: int  # rollouts started whose own generation is not done
     num_finished: int  # rollouts, since the run began
+    most_versions_in_flight: int  # weight versions in the rollout in flight that has tokens of the most
     oldest_open_group: GroupId | None  # the earliest started group that is not finished
 
 
@@ -266,9 +293,9 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """The groups to train on next, in this order, and the groups to drop for good."""
+    """The groups to train on next, in this order, and the groups to drop for good. Either may be empty."""
 
-    train: tuple[GroupId, ...]
+    train: tuple[GroupId, ...] = ()
     drop: tuple[GroupId, ...] = ()
 
 

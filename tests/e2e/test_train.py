@@ -17,7 +17,7 @@ from midflight.metrics.jsonl import read_metrics
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
-SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "schedule.max_waiting=16", "eval.num_problems=32")
+SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=32")
 
 
 def command(*arguments: str | Path) -> list[str]:

@@ -9,27 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from midflight.actor.actor import Actor, ActorConfig
+from midflight.actor.actor import Actor
 from midflight.actor.loop import RolloutLoop
 from midflight.config import Recipe, load_recipe
 from midflight.launch.build import (
+    build_actor_config,
     build_engine,
-    build_environment,
     build_loss,
     build_preprocessing,
-    build_sampling,
     build_schedule,
     build_trainer,
 )
+from midflight.launch.environments import build_environment
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
-from midflight.testing.fakes import InProcessWeights
+from midflight.testing.fakes import ImmediateGrader, InProcessWeights
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState
 from midflight.trainer.loop import LoopSettings, TrainLoop
-from midflight.types import ActorCheckpoint, TrainingBatch
+from midflight.types import ActorState, TrainingBatch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 
@@ -40,7 +40,7 @@ class FinishedRun:
     batches: list[TrainingBatch]
     weights: InProcessWeights
     trainer: TrainerState
-    actor: ActorCheckpoint
+    actor: ActorState
     metrics: list[dict[str, object]]
 
 
@@ -73,10 +73,9 @@ def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
     backend.publish_weights(0)
     schedule, tokenizer = build_schedule(recipe), load_tokenizer(recipe.model.path)
     engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
-    actor_config = ActorConfig(
-        recipe.batch.batch_size, recipe.batch.group_size, build_sampling(recipe, tokenizer), recipe.run.seed
-    )
-    actor = Actor(actor_config, engine, schedule, build_environment(recipe), tokenizer)
+    environment = build_environment(recipe)
+    actor_config = build_actor_config(recipe, tokenizer)
+    actor = Actor(actor_config, engine, schedule, environment, ImmediateGrader(environment), tokenizer)
     rollouts = RolloutLoop(actor, engine, schedule, weights, stream, build_preprocessing(recipe), tracer)
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
@@ -89,8 +88,13 @@ def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
         checkpoints=directory / "checkpoints",
         rejected_batches=directory / "rejected",
     )
-    trained, result = threading.Event(), []
-    thread = threading.Thread(target=lambda: result.append(rollouts.run(trained.is_set)))
+    trained, ended = threading.Event(), threading.Event()
+
+    def generate() -> None:
+        rollouts.run(trained.is_set)
+        ended.set()
+
+    thread = threading.Thread(target=generate)
     with JsonlWriter(directory / "metrics.jsonl") as metrics:
         loop = TrainLoop(
             settings, backend, build_loss(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
@@ -102,7 +106,7 @@ def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
         finally:
             trained.set()
             thread.join()
-    assert result, "the rollout loop failed"
+    assert ended.is_set(), "the rollout loop failed"
     return FinishedRun(
-        recipe, stream.appended, weights, loop.state, result[0], read_metrics(directory / "metrics.jsonl")
+        recipe, stream.appended, weights, loop.state, actor.state, read_metrics(directory / "metrics.jsonl")
     )

@@ -38,7 +38,10 @@ def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
         ("batch.batch_size=20", "batch.batch_size = 20 is not a multiple of batch.group_size = 8; 16 or 24 would work"),
         ("batch.batch_size=4", "batch.batch_size = 4 is not a multiple of batch.group_size = 8; 8 would work"),
         ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
-        ("schedule.max_waiting=8", "schedule.max_waiting = 8 is less than batch.batch_size = 32"),
+        (
+            "schedule.max_waiting=8",
+            "schedule.max_waiting = 8 is less than batch.batch_size = 32: the batch could never fill up; 32 or more",
+        ),
         ("schedule.max_lag=-1", "schedule.max_lag: should be greater than or equal to 0, got -1"),
         ("max_steps=3", "'max_steps=3' is not of the form section.key=value"),
         ("trainer.max_steps", "'trainer.max_steps' is not of the form section.key=value"),

@@ -1,8 +1,8 @@
 """The rollout loop: generate, adopt new weights in flight, hand batches to the trainer.
 
-consumes       problems, and weights from the trainer
-waits for      new weights, when the schedule wants nothing generated; room in the stream of batches
-unblocked by   the trainer publishing or reading; a stop request is seen within WAIT_SLICE_S
+consumes       problems, grades, and weights from the trainer
+waits for      grades or new weights, when the schedule wants nothing generated
+unblocked by   the grader answering, the trainer publishing; a stop request is seen within WAIT_SLICE_S
 makes wait     the trainer, when it has no batch
 """
 
@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from midflight.actor.actor import Actor
+from midflight.actor.actor import Actor, ChosenGroups
+from midflight.actor.meter import RolloutMeter
+from midflight.actor.partials import PartialBuffer
 from midflight.errors import StreamError
-from midflight.preprocess.advantages import Float64Array
-from midflight.preprocess.batches import build_batch
+from midflight.preprocess.batches import Preprocessing, build_batch
 from midflight.protocols import Generator, Schedule, Stream, WeightReceiver
 from midflight.tracing.spans import Tracer
-from midflight.types import ActorCheckpoint, ActorState, TrainingBatch
+from midflight.types import TrainingBatch
 
 WAIT_SLICE_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Preprocessing:
-    advantage: Callable[[Float64Array], Float64Array]
-    max_tokens: int  # per microbatch
 
 
 class RolloutLoop:
@@ -39,7 +33,10 @@ class RolloutLoop:
         batches: Stream[TrainingBatch],
         preprocessing: Preprocessing,
         tracer: Tracer,
+        partials: PartialBuffer | None = None,
+        save_every_s: float = 0.1,
     ) -> None:
+        """What is in flight is written to `partials` about every `save_every_s`, and at the end."""
         self._actor = actor
         self._generator = generator
         self._schedule = schedule
@@ -47,29 +44,47 @@ class RolloutLoop:
         self._batches = batches
         self._preprocessing = preprocessing
         self._tracer = tracer
-        self._meter = _Meter(tracer, actor.state)
+        self._partials = partials
+        self._save_every_s = save_every_s
+        self._next_save_s = 0.0
+        self._meter = RolloutMeter(tracer, actor.state)
 
-    def run(self, should_stop: Callable[[], bool]) -> ActorCheckpoint:
-        """Until asked to stop; the actor's state with the tokens of unfinished rollouts."""
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Until asked to stop."""
         while not should_stop():
             newest = self._receiver.newest_version()
             assert newest is not None, "the trainer publishes its first weights before the loop starts"
-            # The tensors of an update that is being copied must not be received over.
-            if not self._generator.update_pending and self._schedule.should_update_weights(self._actor.fleet(newest)):
-                self._update_weights()
-            fleet = self._actor.fleet(newest)
-            if self._schedule.should_abort(fleet):
-                self._actor.abort()
-                fleet = self._actor.fleet(newest)
-            self._actor.admit(fleet)
-            if self._generator.num_in_flight:
-                with self._tracer.span("decode"):
-                    self._actor.step()
-            handed_over = self._hand_over(newest)
-            if not self._generator.num_in_flight and not handed_over:
-                with self._tracer.span("wait"):
-                    self._receiver.wait(newer_than=newest, timeout_s=WAIT_SLICE_S)
-        return self._actor.checkpoint()
+            self.turn(newest)
+        self._actor.stop()
+        self._save()
+
+    def turn(self, newest: int) -> None:
+        """Everything there is to do at one token, if `newest` is the newest version of the weights."""
+        actor, schedule = self._actor, self._schedule
+        # The tensors of an update that is being copied must not be received over.
+        if not self._generator.update_pending and schedule.should_update_weights(actor.fleet(newest)):
+            self._update_weights()
+        if schedule.should_abort(actor.fleet(newest)):
+            actor.abort()
+        actor.admit(actor.fleet(newest))
+        if self._generator.num_in_flight:
+            with self._tracer.span("decode"):
+                actor.step()
+        actor.collect_grades()
+        handed_over = self._hand_over(newest)
+        if time.monotonic() >= self._next_save_s:
+            self._save()
+        if not self._generator.num_in_flight and not handed_over:
+            self._wait(newest)
+
+    def _wait(self, newest: int) -> None:
+        # An abort has just emptied the generator; its batch is handed over in the next turn.
+        if self._actor.num_ungraded:
+            with self._tracer.span("grade"):
+                self._actor.collect_grades(WAIT_SLICE_S)
+        elif not self._schedule.num_to_admit(self._actor.fleet(newest)):
+            with self._tracer.span("wait"):
+                self._receiver.wait(newer_than=newest, timeout_s=WAIT_SLICE_S)
 
     def _update_weights(self) -> None:
         with self._tracer.span("update"):
@@ -77,48 +92,33 @@ class RolloutLoop:
             self._generator.update_weights(version, weights)
         self._actor.note_update()
 
-    def _hand_over(self, newest: int) -> int:
-        """Append every batch the schedule can make now; how many."""
-        num_batches = 0
-        while groups := self._actor.choose_batch(self._actor.fleet(newest)):
-            state = self._actor.state
-            with self._tracer.span("preprocess"):
-                batch = build_batch(
-                    groups,
-                    state,
-                    index=state.num_batches - 1,
-                    advantage=self._preprocessing.advantage,
-                    max_tokens=self._preprocessing.max_tokens,
-                    upstream_metrics=self._meter.read(state, self._generator.num_in_flight),
-                )
-            # The schedule bounds how far generation runs ahead; a full stream means that it does not.
-            if self._batches.append(batch, timeout_s=0) is None:
-                raise StreamError(f"the stream of batches is full at batch {batch.index}")
-            num_batches += 1
-        return num_batches
+    def _hand_over(self, newest: int) -> bool:
+        """Append every batch the schedule can make now; whether there was one."""
+        handed_over = False
+        while chosen := self._actor.choose_batch(self._actor.fleet(newest)):
+            self._append(chosen)
+            handed_over = True
+        return handed_over
 
+    def _append(self, chosen: ChosenGroups) -> None:
+        state = self._actor.state
+        with self._tracer.span("preprocess"):
+            batch = build_batch(
+                chosen.groups,
+                state,
+                index=state.num_batches - 1,
+                preprocessing=self._preprocessing,
+                generated_lengths=chosen.generated_lengths,
+                dropped_lengths=chosen.dropped_lengths,
+                upstream_metrics=self._meter.read(state, self._actor),
+            )
+        # The schedule bounds how far generation runs ahead; a full stream means that it does not.
+        if self._batches.append(batch, timeout_s=0) is None:
+            raise StreamError(f"the stream of batches is full at batch {batch.index}")
 
-class _Meter:
-    """Rates of the rollout side between two batches."""
-
-    def __init__(self, tracer: Tracer, state: ActorState) -> None:
-        self._tracer = tracer
-        self._time = time.monotonic()
-        self._generated_tokens, self._num_updates = state.generated_tokens, state.num_updates
-        self._wait_s = self._update_s = 0.0
-
-    def read(self, state: ActorState, num_in_flight: int) -> dict[str, float]:
-        generated_tokens, num_updates = state.generated_tokens, state.num_updates
-        now = time.monotonic()
-        elapsed = max(now - self._time, 1e-9)
-        wait_s, update_s = self._tracer.total_s("wait"), self._tracer.total_s("update")
-        metrics = {
-            "in_flight": float(num_in_flight),
-            "throughput/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / elapsed,
-            "idle/generation_fraction": min(1.0, (wait_s - self._wait_s) / elapsed),
-        }
-        if num_updates > self._num_updates:
-            metrics["update/pause_s"] = (update_s - self._update_s) / (num_updates - self._num_updates)
-        self._time, self._generated_tokens, self._num_updates = now, generated_tokens, num_updates
-        self._wait_s, self._update_s = wait_s, update_s
-        return metrics
+    def _save(self) -> None:
+        if self._partials is None:
+            return
+        with self._tracer.span("save"):
+            self._partials.save(self._actor.state, self._actor.open_rollouts(), self._actor.tokens_of)
+        self._next_save_s = time.monotonic() + self._save_every_s

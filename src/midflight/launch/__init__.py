@@ -1,6 +1,6 @@
 """The only place that names concrete classes: recipes become processes.
 
-build.py            recipe -> schedule, environment, engine, trainer, loss
+build.py            recipe -> schedule, engine, trainer, loss; environments.py: recipe -> environment
 run_directory.py    where everything of a run is, and its lock
 workers.py          the two process bodies: rollout and trainer
 local.py            the supervisor on one machine

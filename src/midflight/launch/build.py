@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,50 +11,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midflight.actor.loop import Preprocessing
-from midflight.config import ConventionalConfig, PipelineConfig, Recipe
+from midflight.actor.actor import ActorConfig
+from midflight.config import AprilConfig, BoundedConfig, ConventionalConfig, OneStepOffConfig, PipelineConfig, Recipe
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
 from midflight.errors import ModelError, RecipeError
+from midflight.launch.environments import build_environment
 from midflight.losses.reinforce import reinforce
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
 from midflight.preprocess.advantages import ADVANTAGES
+from midflight.preprocess.batches import Preprocessing
 from midflight.protocols import Environment, Schedule, WeightSender
+from midflight.schedules.april import AprilSchedule
+from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.trainer.loop import Loss
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
-ENVIRONMENTS = {"chain_sums": "midflight.envs.chain_sums:ChainSums"}
 _NUM_TOKENIZER_SAMPLES = 64
 
 
 def build_schedule(recipe: Recipe) -> Schedule:
-    config, batch_size = recipe.schedule, recipe.batch.batch_size
+    config, batch_size, group_size = recipe.schedule, recipe.batch.batch_size, recipe.batch.group_size
     match config:
         case PipelineConfig():
-            return PipelineSchedule(batch_size, config.num_in_flight, config.max_waiting, config.max_lag)
+            max_waiting = config.max_waiting or batch_size
+            return PipelineSchedule(batch_size, config.num_in_flight, max_waiting, config.max_lag, config.when_full)
         case ConventionalConfig():
             return ConventionalSchedule(batch_size, config.steps_per_rl_step, config.num_in_flight, recipe.run.seed)
+        case AprilConfig():
+            return AprilSchedule(
+                batch_size, group_size, config.over_sampling, config.max_versions, config.num_in_flight
+            )
+        case BoundedConfig():
+            return BoundedSchedule(batch_size, config.max_lag, config.updates, config.num_in_flight)
+        case OneStepOffConfig():
+            return BoundedSchedule(batch_size, max_lag=1, updates="boundary", num_in_flight=config.num_in_flight)
 
 
-def build_environment(recipe: Recipe) -> Environment:
-    """Raises: RecipeError if the class cannot be found or does not take the recipe's options."""
-    path = ENVIRONMENTS.get(recipe.task.type, recipe.task.type)
-    module_name, colon, class_name = path.partition(":")
-    if not colon:
-        known = ", ".join(sorted(ENVIRONMENTS))
-        raise RecipeError(f"task.type: {path!r} is neither a built-in task ({known}) nor package.module:Class")
-    try:
-        environment_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"task.type: cannot import {path!r}: {error}") from error
-    try:
-        environment: Environment = environment_class(**{"seed": recipe.run.seed, **recipe.task.options})
-    except TypeError as error:
-        raise RecipeError(f"task.options: {error}") from error
-    return environment
+def build_actor_config(recipe: Recipe, tokenizer: Any) -> ActorConfig:
+    batch = recipe.batch
+    return ActorConfig(
+        batch.batch_size,
+        batch.group_size,
+        build_sampling(recipe, tokenizer),
+        recipe.run.seed,
+        batch.dynamic_sampling,
+        batch.max_filtered_in_a_row,
+    )
 
 
 def build_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
@@ -88,7 +93,7 @@ def build_engine(
 
 
 def build_preprocessing(recipe: Recipe) -> Preprocessing:
-    return Preprocessing(ADVANTAGES[recipe.advantage.type], recipe.batch.max_tokens)
+    return Preprocessing(ADVANTAGES[recipe.advantage.type], recipe.batch.max_tokens, recipe.batch.mask_older_than)
 
 
 def build_loss(recipe: Recipe) -> Loss:

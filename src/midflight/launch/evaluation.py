@@ -8,7 +8,8 @@ import torch
 
 from midflight.config import Recipe
 from midflight.evals.evaluate import Evaluation, evaluate
-from midflight.launch.build import build_engine, build_environment, build_sampling, num_threads
+from midflight.launch.build import build_engine, build_sampling, num_threads
+from midflight.launch.environments import build_environment
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
 
 

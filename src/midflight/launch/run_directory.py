@@ -45,8 +45,8 @@ class RunDirectory:
         return self.path / "streams" / "batches.sqlite"
 
     @property
-    def actor_checkpoint(self) -> Path:
-        return self.path / "streams" / "actor.msgpack"
+    def partials(self) -> Path:
+        return self.path / "streams" / "partials.sqlite"
 
     @property
     def rejected_batches(self) -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from typing import Any
 
+from midflight.actor.partials import PartialBuffer
 from midflight.errors import StreamError
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import open_batches, read_actor_checkpoint
+from midflight.launch.workers import actor_checkpoint, open_batches
 from midflight.metrics.jsonl import read_metrics
 from midflight.metrics.lag import lag_metrics
+from midflight.metrics.lengths import length_bias
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
 from midflight.types import ActorState, GroupCounts
 
@@ -44,26 +47,28 @@ def summarize(
             "generation": _mean(lines, "idle/generation_fraction", weights="time/step_s"),
             "trainer": _mean(lines, "idle/trainer_fraction", weights="time/step_s"),
         },
+        "rollout_s": trainer.rollout_s,
+        "carried_token_fraction": trainer.carried_tokens / max(trainer.trained_tokens, 1),
+        "old_token_fraction": lag.get("old_token_fraction", 0.0),
+        "padding_fraction": _mean(lines, "padding_fraction", weights=None),
+        "length_bias": length_bias(trainer.generated_lengths, trainer.trained_lengths, trainer.dropped_lengths),
+        "dropped": {
+            "filtered": actor.num_filtered_groups if actor else 0,
+            "queue_full": actor.num_dropped_groups if actor else 0,
+        },
         "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
     }
 
 
 def _actor_state(run: RunDirectory, trained: int) -> tuple[ActorState | None, int]:
     """The actor's newest state, and how many groups are in batches it handed over that were not trained on."""
-    saved = read_actor_checkpoint(run)
     if not run.batches.exists():
         return None, 0
-    batches = open_batches(run)
-    try:
+    with contextlib.closing(open_batches(run)) as batches, contextlib.closing(PartialBuffer(run.partials)) as partials:
         num_batches = batches.next_offset()
         waiting = batches.read(trained, max_records=num_batches - trained, timeout_s=0) if num_batches > trained else []
-        if saved and saved.state.num_batches == num_batches:
-            state: ActorState | None = saved.state
-        else:
-            state = batches.read(num_batches - 1, timeout_s=0)[0].actor_state if num_batches else None
-    finally:
-        batches.close()
-    return state, sum(len(batch.group_ids) for batch in waiting)
+        checkpoint = actor_checkpoint(partials, batches)
+    return checkpoint.state if checkpoint else None, sum(len(batch.group_ids) for batch in waiting)
 
 
 def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_groups: int) -> GroupCounts:
@@ -73,7 +78,7 @@ def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_g
     counts = GroupCounts(
         started=actor.next_group_id,
         trained=trainer.trained_groups,
-        dropped=actor.num_dropped_groups,
+        dropped=actor.num_dropped_groups + actor.num_filtered_groups,
         failed=actor.num_failed_groups,
         unfinished=len(actor.open_group_ids) + num_waiting_groups,
     )

@@ -5,6 +5,7 @@ A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("d
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -16,20 +17,22 @@ from pathlib import Path
 
 import torch
 
-from midflight.actor.actor import NEW_ACTOR, Actor, ActorConfig
+from midflight.actor.actor import Actor
+from midflight.actor.grading_pool import GradingPool
 from midflight.actor.loop import RolloutLoop
+from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
 from midflight.errors import MidflightError
 from midflight.launch.build import (
+    build_actor_config,
     build_engine,
-    build_environment,
     build_loss,
     build_preprocessing,
-    build_sampling,
     build_schedule,
     build_trainer,
     num_threads,
 )
+from midflight.launch.environments import build_environment
 from midflight.launch.run_directory import RunDirectory
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
@@ -38,7 +41,7 @@ from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
-from midflight.types import ActorCheckpoint, ActorState, RolloutGroup, TrainingBatch
+from midflight.types import ActorCheckpoint, TrainingBatch
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 # The schedule bounds how many batches wait; this only has to be more than any schedule allows.
@@ -120,42 +123,38 @@ def rollout_body(context: WorkerContext) -> None:
     version, weights = receiver.receive()
     config, tokenizer = load_config(recipe.model.path), load_tokenizer(recipe.model.path)
     engine = build_engine(recipe, config, weights, num_rows=schedule.max_in_flight, version=version)
-    state, groups = _actor_state(run, batches)
-    actor = Actor(
-        ActorConfig(
-            recipe.batch.batch_size, recipe.batch.group_size, build_sampling(recipe, tokenizer), recipe.run.seed
-        ),
-        engine,
-        schedule,
-        build_environment(recipe),
-        tokenizer,
-        state,
-        groups,
-    )
-    with _tracer(run, "rollout") as tracer:
-        loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer)
+    partials = PartialBuffer(run.partials)
+    checkpoint = actor_checkpoint(partials, batches)
+    environment = build_environment(recipe)
+    with (
+        _tracer(run, "rollout") as tracer,
+        GradingPool(
+            functools.partial(build_environment, recipe), recipe.task.num_graders, recipe.task.grading_timeout_s
+        ) as grader,
+    ):
+        actor_config = build_actor_config(recipe, tokenizer)
+        actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
+        loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer, partials)
         _start_together(context)
-        checkpoint = loop.run(context.should_stop)
-    run.actor_checkpoint.write_bytes(Codec(ActorCheckpoint).encode(checkpoint))
+        loop.run(context.should_stop)
+    partials.close()
     batches.close()
 
 
-def read_actor_checkpoint(run: RunDirectory) -> ActorCheckpoint | None:
-    """The actor as it last stopped in good order, or None."""
-    if not run.actor_checkpoint.exists():
-        return None
-    return Codec(ActorCheckpoint).decode(run.actor_checkpoint.read_bytes())
+def actor_checkpoint(partials: PartialBuffer, batches: SqliteStream[TrainingBatch]) -> ActorCheckpoint | None:
+    """Where the actor goes on: after the last batch in the stream, with all rollouts that belong there.
 
-
-def _actor_state(run: RunDirectory, batches: SqliteStream[TrainingBatch]) -> tuple[ActorState, list[RolloutGroup]]:
-    """Where the actor goes on: after the last batch in the stream, with partial rollouts if they belong there."""
-    num_batches = batches.next_offset()
-    saved = read_actor_checkpoint(run)
+    The buffer is as old as its last save. If a batch was handed over since then, its counts are of before that
+    batch, and the batch itself says what they are; the rollouts of groups that were open then are still good.
+    """
+    saved, num_batches = partials.load(), batches.next_offset()
     if saved and saved.state.num_batches == num_batches:
-        return saved.state, saved.groups
+        return saved
     if num_batches == 0:
-        return NEW_ACTOR, []
-    return batches.read(num_batches - 1)[0].actor_state, []
+        return None
+    state = batches.read(num_batches - 1)[0].actor_state
+    still_open = set(state.open_group_ids)
+    return ActorCheckpoint(state, [each for each in saved.rollouts if each.group_id in still_open] if saved else [])
 
 
 def open_batches(run: RunDirectory) -> SqliteStream[TrainingBatch]:

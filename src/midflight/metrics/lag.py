@@ -47,7 +47,7 @@ def old_token_fraction(histogram: Histogram) -> float:
 
 
 def merge_histograms(histograms: Iterable[Histogram]) -> dict[int, int]:
-    """One histogram of all the tokens, in order of lag."""
+    """One histogram of everything counted in them, in order of its keys."""
     merged: Counter[int] = Counter()
     for histogram in histograms:
         merged.update(histogram)

@@ -1,10 +1,10 @@
-"""The step every schedule ends with: whole groups, in the order given, until the batch is full."""
+"""What several schedules do with groups that are ready."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from midflight.types import BatchChoice, GroupId, ReadyGroup
+from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 
 
 def take_batch(groups: Iterable[ReadyGroup], batch_size: int) -> BatchChoice | None:
@@ -17,3 +17,10 @@ def take_batch(groups: Iterable[ReadyGroup], batch_size: int) -> BatchChoice | N
         if num_rollouts == batch_size:
             return BatchChoice(train=tuple(chosen))
     return None
+
+
+def in_start_order(fleet: FleetView, ready: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+    """The ready groups that nothing started earlier is still to come before, in the order they were started."""
+    oldest_open = fleet.oldest_open_group
+    before_open = ready if oldest_open is None else [group for group in ready if group.group_id < oldest_open]
+    return sorted(before_open, key=lambda group: group.group_id)

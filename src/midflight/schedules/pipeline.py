@@ -3,28 +3,35 @@
 `num_in_flight` sequences are kept going always; each optimizer step's weights are adopted between two tokens. A
 batch is whatever finished first, so a token's lag is about the number of optimizer steps its sequence lives through.
 
+Finished rollouts wait in a queue of `max_waiting`, the batch in training not counted. When it is full, either finished
+slots are not refilled ("block"), or the groups that finished first are dropped ("drop_oldest": PipelineRL's ring
+buffer). To drop, the queue must be the actor's own: a batch is then handed over only when the trainer has none.
+
 With `max_lag` set, a hard bound holds. Proof: batch k is trained by weights of version k, and batches are taken in
 start order. A rollout is admitted while fewer than (version + max_lag + 1) * batch_size are started, where `version`
 is what the engine samples with; so it lands in a batch of index at most version + max_lag, and since versions never
 decrease along a sequence, each of its tokens has a lag of at most max_lag. Both halves are needed: a cap on
-admissions alone lets a late-finishing rollout slip to a later batch.
+admissions alone lets a late-finishing rollout slip to a later batch. Groups that fail or are dropped only move later
+ones forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from midflight.schedules.batches import take_batch
-from midflight.types import BatchChoice, FleetView, ReadyGroup
+from midflight.schedules.batches import in_start_order, take_batch
+from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
     batch_size: int  # rollouts
     num_in_flight: int  # rollouts
-    max_waiting: int  # finished rollouts not trained on yet; past it a finished slot is not refilled
+    max_waiting: int  # finished rollouts that wait to be trained on; at least batch_size
     max_lag: int | None = None  # optimizer steps
+    when_full: Literal["block", "drop_oldest"] = "block"
     colocated: bool = False
 
     @property
@@ -32,9 +39,9 @@ class PipelineSchedule:
         return self.num_in_flight
 
     def num_to_admit(self, fleet: FleetView) -> int:
-        waiting = fleet.num_finished - fleet.newest_version * self.batch_size
-        blocked = max(0, waiting - self.max_waiting)
-        free = self.num_in_flight - blocked - fleet.num_in_flight
+        free = self.num_in_flight - fleet.num_in_flight
+        if self.when_full == "block":
+            free -= max(0, self._num_waiting(fleet) - self.max_waiting)
         if self.max_lag is not None:
             free = min(free, (fleet.version + self.max_lag + 1) * self.batch_size - fleet.num_started)
         return max(0, free)
@@ -43,13 +50,23 @@ class PipelineSchedule:
         return False
 
     def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
-        if self.max_lag is None:
-            return take_batch(ready, self.batch_size)
-        in_start_order = sorted(ready, key=lambda group: group.group_id)
-        oldest_open = fleet.oldest_open_group
-        if oldest_open is not None:
-            in_start_order = [group for group in in_start_order if group.group_id < oldest_open]
-        return take_batch(in_start_order, self.batch_size)
+        if self.when_full == "drop_oldest" and fleet.num_batches > fleet.newest_version:
+            return self._drop_oldest(fleet, ready)
+        return take_batch(ready if self.max_lag is None else in_start_order(fleet, ready), self.batch_size)
 
     def should_update_weights(self, fleet: FleetView) -> bool:
         return fleet.newest_version > fleet.version
+
+    def _num_waiting(self, fleet: FleetView) -> int:
+        num_taken = min(fleet.num_batches, fleet.newest_version + 1) * self.batch_size
+        return fleet.num_finished - num_taken
+
+    def _drop_oldest(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
+        excess = self._num_waiting(fleet) - self.max_waiting
+        dropped: list[GroupId] = []
+        for group in ready:
+            if excess <= 0:
+                break
+            dropped.append(group.group_id)
+            excess -= group.num_rollouts
+        return BatchChoice(drop=tuple(dropped)) if dropped else None

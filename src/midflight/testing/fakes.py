@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from midflight.actor.grading import grade_response
+from midflight.protocols import Environment
 from midflight.types import (
     Completion,
     FinishReason,
     GeneratedTokens,
     GenerationRequest,
     Grade,
+    GradedResponse,
     Problem,
     RolloutId,
     TensorSpec,
@@ -82,6 +85,27 @@ class CountingEnvironment:
 
     def grade(self, problem: Problem, response: str) -> Grade:
         return Grade(self._reward_of(int(problem.problem_id)))
+
+
+class ImmediateGrader:
+    """A Grader that grades in the caller's process; a result is held back for `delay_of(i)` calls of `results`."""
+
+    def __init__(self, environment: Environment, delay_of: Callable[[int], int] = lambda rollout: 0) -> None:
+        self._environment, self._delay_of = environment, delay_of
+        self._results: list[tuple[int, GradedResponse]] = []  # (calls to wait for, result)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._results)
+
+    def submit(self, rollout_id: RolloutId, problem: Problem, response: str) -> None:
+        graded = grade_response(self._environment, rollout_id, problem, response)
+        self._results.append((self._delay_of(rollout_id), graded))
+
+    def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
+        done = [result for delay, result in self._results if delay <= 0]
+        self._results = [(delay - 1, result) for delay, result in self._results if delay > 0]
+        return done
 
 
 class DigitTokenizer:

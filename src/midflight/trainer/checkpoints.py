@@ -16,6 +16,7 @@ from midflight.errors import CheckpointError
 
 _STATE_FILE = "trainer_state.json"
 _UNFINISHED = ".unfinished-"
+_HISTOGRAMS = ("lag_histogram", "generated_lengths", "trained_lengths", "dropped_lengths")  # JSON keys are strings
 
 
 @dataclass(slots=True)
@@ -32,6 +33,12 @@ class TrainerState:
     ess_sum: float = 0.0
     ess_steps: int = 0
     versions_per_rollout_max: int = 0
+    rollout_s: float = 0.0  # seconds that generation was not waiting for training
+    carried_tokens: float = 0.0  # trained tokens of rollouts that were interrupted, from before that
+    # Response length in tokens -> rollouts:
+    generated_lengths: dict[int, int] = field(default_factory=dict)
+    trained_lengths: dict[int, int] = field(default_factory=dict)
+    dropped_lengths: dict[int, int] = field(default_factory=dict)
 
 
 def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable[[Path], None], keep: int) -> Path:
@@ -77,9 +84,10 @@ def load_state(checkpoint: Path) -> TrainerState:
     """Raises: CheckpointError if the file is missing or damaged."""
     try:
         values = json.loads((checkpoint / _STATE_FILE).read_text())
-        values["lag_histogram"] = {int(lag): tokens for lag, tokens in values["lag_histogram"].items()}
+        for name in _HISTOGRAMS:
+            values[name] = {int(key): count for key, count in values[name].items()}
         return TrainerState(**values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {_first_line(error)}") from error
 
 

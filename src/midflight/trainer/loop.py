@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,13 @@ from torch import Tensor
 from midflight.errors import NonFiniteLossError
 from midflight.losses.inputs import LossInputs, LossOutput
 from midflight.metrics.jsonl import JsonlWriter
-from midflight.metrics.lag import lag_metrics
+from midflight.metrics.lag import lag_metrics, merge_histograms
+from midflight.metrics.lengths import length_ks
 from midflight.metrics.policy import PolicyMetrics
 from midflight.protocols import Stream, TrainerBackend
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, oldest_checkpoint_version, save_checkpoint
-from midflight.types import Microbatch, TrainingBatch
+from midflight.types import Int32Array, Microbatch, TrainingBatch
 
 WAIT_SLICE_S = 0.2
 
@@ -106,7 +106,7 @@ class TrainLoop:
         self._stop_if_hopeless(batch, bool(stats["skipped"]))
 
     def _step(self, batch: TrainingBatch, policy: PolicyMetrics) -> tuple[float, dict[str, float]]:
-        counts = {"tokens": batch.num_response_tokens, "sequences": batch.num_rollouts}
+        counts = {"tokens": batch.num_loss_tokens, "sequences": batch.num_rollouts}
         denominator = float(counts[self._settings.denominator])
         total = 0.0
         for microbatch in batch.microbatches:
@@ -124,14 +124,19 @@ class TrainLoop:
         state.trained_tokens += batch.num_response_tokens
         state.trained_groups += len(batch.group_ids)
         state.skipped_steps += skipped
-        state.lag_histogram = dict(Counter(state.lag_histogram) + Counter(batch.lag_histogram))
+        state.lag_histogram = merge_histograms([state.lag_histogram, batch.lag_histogram])
+        _count_values(state.generated_lengths, batch.generated_lengths)
+        _count_values(state.trained_lengths, batch.trained_lengths)
+        _count_values(state.dropped_lengths, batch.dropped_lengths)
+        state.rollout_s += batch.metrics["time/rollout_s"]
+        state.carried_tokens += batch.metrics["carried_token_fraction"] * batch.num_response_tokens
         most_versions = int(batch.metrics["versions_per_rollout/max"])
         state.versions_per_rollout_max = max(state.versions_per_rollout_max, most_versions)
         if math.isfinite(policy.get("ess", math.nan)):
             state.ess_sum += policy["ess"]
             state.ess_steps += 1
 
-    def _line(self, batch: TrainingBatch, step: dict[str, float]) -> dict[str, float]:
+    def _line(self, batch: TrainingBatch, step: dict[str, float]) -> dict[str, object]:
         state = self._state
         now = _Seen(
             wall_s=state.wall_s,
@@ -139,12 +144,14 @@ class TrainLoop:
             wait_s=self._tracer.total_s("wait"),
         )
         elapsed = max(now.wall_s - self._seen.wall_s, 1e-9)
-        line = {
+        line: dict[str, object] = {
             "version": state.version,
             "wall_s": state.wall_s,
             "samples": state.samples,
             **batch.metrics,
             **lag_metrics(batch.lag_histogram),
+            "lag/by_position": batch.lag_by_position.tolist(),
+            "bias/length_ks": length_ks(state.generated_lengths, state.trained_lengths),
             **step,
             "throughput/trained_tokens_per_s": (now.trained_tokens - self._seen.trained_tokens) / elapsed,
             "idle/trainer_fraction": min(1.0, (now.wait_s - self._seen.wait_s) / elapsed),
@@ -185,6 +192,11 @@ class _Seen:
     wall_s: float = 0.0
     trained_tokens: int = 0
     wait_s: float = 0.0
+
+
+def _count_values(histogram: dict[int, int], values: Int32Array) -> None:
+    for value in values.tolist():
+        histogram[value] = histogram.get(value, 0) + 1
 
 
 def loss_inputs(microbatch: Microbatch, policy_logprobs: Tensor, denominator: float) -> LossInputs:

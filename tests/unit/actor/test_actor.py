@@ -10,10 +10,11 @@ import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
 from midflight.errors import RequestError, RolloutError
+from midflight.protocols import Schedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
-from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ScriptedGenerator
-from midflight.types import GenerationRequest, RolloutStatus, SamplingParams
+from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
+from midflight.types import ActorCheckpoint, GenerationRequest, RolloutGroup, RolloutStatus, SamplingParams
 
 CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tokens=50), seed=0)
 
@@ -21,14 +22,35 @@ CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tok
 def actor_with(
     reward_of: Callable[[int], float] = lambda index: 1.0, length_of: Callable[[int], int] = lambda rollout: 3
 ) -> Actor:
-    schedule = ConventionalSchedule(batch_size=4)
-    return Actor(CONFIG, ScriptedGenerator(length_of), schedule, CountingEnvironment(reward_of), DigitTokenizer())
+    return new_actor(ScriptedGenerator(length_of), ConventionalSchedule(batch_size=4), CountingEnvironment(reward_of))
+
+
+def new_actor(
+    generator: ScriptedGenerator,
+    schedule: Schedule,
+    environment: CountingEnvironment,
+    checkpoint: ActorCheckpoint | None = None,
+    config: ActorConfig = CONFIG,
+) -> Actor:
+    return Actor(config, generator, schedule, environment, ImmediateGrader(environment), DigitTokenizer(), checkpoint)
 
 
 def run(actor: Actor, steps: int) -> None:
     for _ in range(steps):
         actor.admit(actor.fleet(0))
         actor.step()
+        actor.collect_grades()
+
+
+def chosen_groups(actor: Actor) -> list[RolloutGroup]:
+    chosen = actor.choose_batch(actor.fleet(0))
+    assert chosen is not None
+    return chosen.groups
+
+
+def checkpoint_of(actor: Actor) -> ActorCheckpoint:
+    actor.stop()
+    return ActorCheckpoint(actor.state, list(actor.open_rollouts()))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "high", None])
@@ -36,8 +58,7 @@ def test_a_reward_that_is_no_number_fails_the_group_and_not_the_run(bad: object)
     actor = actor_with(lambda index: bad if index == 0 else 1.0)  # type: ignore[return-value,arg-type]
     run(actor, 8)
     assert actor.state.num_failed_groups == 1
-    groups = actor.choose_batch(actor.fleet(0))
-    assert groups is not None
+    groups = chosen_groups(actor)
     # The failed group's place in the batch is taken by the next one.
     assert [group.group_id for group in groups] == [1, 2]
 
@@ -62,7 +83,7 @@ def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:
             super().add(requests)
 
     schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=100)
-    actor = Actor(CONFIG, Choosy(lambda _: 1), schedule, CountingEnvironment(), DigitTokenizer())
+    actor = new_actor(Choosy(lambda _: 1), schedule, CountingEnvironment())
     run(actor, 3)
     assert actor.state.num_failed_groups == 2
     assert actor.fleet(0).num_finished == 20  # problems 0 to 9 have prompts of one digit
@@ -72,7 +93,7 @@ def test_a_run_of_nothing_but_failures_ends_and_says_why() -> None:
     def reward_of(index: int) -> float:
         raise ConnectionError("the verifier is down")
 
-    with pytest.raises(RolloutError, match="64 groups in a row failed; the last one: ConnectionError: the verifier"):
+    with pytest.raises(RolloutError, match="64 rollouts in a row failed; the last one: ConnectionError: the verifier"):
         run(actor_with(reward_of), 1000)
 
 
@@ -86,8 +107,7 @@ def test_aborted_rollouts_keep_their_tokens_and_go_on_first() -> None:
     assert actor.state.num_aborted == 4
     assert actor.state.generated_tokens == 8
     run(actor, 6)
-    groups = actor.choose_batch(actor.fleet(0))
-    assert groups is not None
+    groups = chosen_groups(actor)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [rollout.rollout_id for rollout in rollouts] == [0, 1, 2, 3]
     assert [len(rollout.generated) for rollout in rollouts] == [5, 6, 7, 8]
@@ -98,16 +118,13 @@ def test_a_restored_actor_goes_on_with_the_tokens_and_the_counts() -> None:
     lengths = [2, 9, 4, 3]
     first = actor_with(length_of=lambda rollout: lengths[rollout % 4])
     run(first, 3)
-    checkpoint = first.checkpoint()
+    checkpoint = checkpoint_of(first)
     assert checkpoint.state.open_group_ids == [0, 1]
-    environment, generator = CountingEnvironment(), ScriptedGenerator(lambda rollout: lengths[rollout % 4])
-    second = Actor(
-        CONFIG, generator, ConventionalSchedule(4), environment, DigitTokenizer(), checkpoint.state, checkpoint.groups
-    )
+    generator = ScriptedGenerator(lambda rollout: lengths[rollout % 4])
+    second = new_actor(generator, ConventionalSchedule(4), CountingEnvironment(), checkpoint)
     assert second.fleet(0).num_started == 2
     run(second, 6)
-    groups = second.choose_batch(second.fleet(0))
-    assert groups is not None
+    groups = chosen_groups(second)
     assert [len(rollout.generated) for group in groups for rollout in group.rollouts] == lengths
     assert second.state.generated_tokens == sum(lengths)
     assert second.state.next_group_id == 2
@@ -116,32 +133,23 @@ def test_a_restored_actor_goes_on_with_the_tokens_and_the_counts() -> None:
 def test_without_its_tokens_a_restored_actor_asks_the_open_problems_again() -> None:
     first = actor_with()
     run(first, 1)
-    state = first.checkpoint().state
-    environment = CountingEnvironment()
-    second = Actor(
-        CONFIG, ScriptedGenerator(lambda _: 3), ConventionalSchedule(4), environment, DigitTokenizer(), state
-    )
+    checkpoint = ActorCheckpoint(checkpoint_of(first).state, [])
+    second = new_actor(ScriptedGenerator(lambda _: 3), ConventionalSchedule(4), CountingEnvironment(), checkpoint)
     run(second, 3)
-    groups = second.choose_batch(second.fleet(0))
-    assert groups is not None
+    groups = chosen_groups(second)
     assert [group.problem.problem_id for group in groups] == ["0", "1"]
 
 
 def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
     schedule = PipelineSchedule(batch_size=4, num_in_flight=3, max_waiting=8)
     lengths = np.random.default_rng(0).integers(1, 9, 100)
-    actor = Actor(
-        CONFIG,
-        ScriptedGenerator(lambda rollout: int(lengths[rollout % 100])),
-        schedule,
-        CountingEnvironment(),
-        DigitTokenizer(),
-    )
+    actor = new_actor(ScriptedGenerator(lambda rollout: int(lengths[rollout % 100])), schedule, CountingEnvironment())
     for _ in range(100):
         actor.admit(actor.fleet(0))
         fleet = actor.fleet(0)
         assert fleet.num_in_flight <= 3
         actor.step()
+        actor.collect_grades()
     # Nobody trains: the queue fills and generation stops instead of running ahead without end.
     assert actor.fleet(0).num_in_flight == 0
     assert 8 <= actor.fleet(0).num_finished <= 8 + 3 + 1

@@ -13,7 +13,7 @@ import pytest
 from midflight.errors import MissingExtraError, RunDirectoryError
 from midflight.launch.report import plot_runs, run_table
 
-PIPELINE = 'type = "pipeline"\nnum_in_flight = 64\nmax_waiting = 64\n'
+PIPELINE = 'type = "pipeline"\nnum_in_flight = 64\n'
 CONVENTIONAL = 'type = "conventional"\nsteps_per_rl_step = 4\n'
 SUMMARY = {
     "eval_after": {"sampled_accuracy": 0.9125},

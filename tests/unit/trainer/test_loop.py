@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.actor.actor import NEW_ACTOR
 from midflight.errors import CheckpointError, NonFiniteLossError
 from midflight.losses.reinforce import reinforce
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
@@ -22,7 +21,7 @@ from midflight.streams.memory import MemoryStream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint, save_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
-from midflight.types import GroupId, Microbatch, TrainingBatch
+from midflight.types import ActorState, GroupId, Microbatch, TrainingBatch
 
 
 class OneWeight:
@@ -75,10 +74,20 @@ def batch(index: int, advantage: float) -> TrainingBatch:
         microbatches=[microbatch],
         num_rollouts=1,
         num_response_tokens=2,
+        num_loss_tokens=2,
         group_ids=[GroupId(index)],
         lag_histogram={0: 2},
-        metrics={"reward/mean": 1.0, "versions_per_rollout/max": 1.0},
-        actor_state=NEW_ACTOR,
+        lag_by_position=np.zeros(10, np.float32),
+        trained_lengths=np.array([2], np.int32),
+        generated_lengths=np.array([2, 7], np.int32),
+        dropped_lengths=np.zeros(0, np.int32),
+        metrics={
+            "reward/mean": 1.0,
+            "versions_per_rollout/max": 1.0,
+            "time/rollout_s": 0.5,
+            "carried_token_fraction": 0.5,
+        },
+        actor_state=ActorState(),
     )
 
 

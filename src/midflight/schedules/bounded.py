@@ -1,0 +1,49 @@
+"""Asynchronous RL with a bounded lag: generation runs ahead of training by at most `max_lag` optimizer steps.
+
+The bound is that of the pipeline with `max_lag` and is proven there: rollouts are admitted while fewer than
+(version + max_lag + 1) * batch_size are started, and batches are taken in start order.
+
+New weights are adopted in flight, or at the boundary between two batches: a batch is then generated as a whole, with
+one version. At the boundary with `max_lag` = 1 this is one-step-off-policy RL: batch k + 1 is generated while batch k
+is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from midflight.schedules.batches import in_start_order, take_batch
+from midflight.types import BatchChoice, FleetView, ReadyGroup
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedSchedule:
+    batch_size: int  # rollouts
+    max_lag: int  # optimizer steps
+    updates: Literal["in_flight", "boundary"] = "in_flight"
+    num_in_flight: int | None = None  # rollouts at a time; None: all that the bound allows
+    colocated: bool = False
+
+    @property
+    def max_in_flight(self) -> int:
+        num_batches = 1 if self.updates == "boundary" else self.max_lag + 1
+        return self.num_in_flight or num_batches * self.batch_size
+
+    def num_to_admit(self, fleet: FleetView) -> int:
+        num_batches = fleet.version + self.max_lag + 1
+        if self.updates == "boundary":
+            num_batches = min(num_batches, fleet.num_finished // self.batch_size + 1)
+        left = num_batches * self.batch_size - fleet.num_started
+        return max(0, min(left, self.max_in_flight - fleet.num_in_flight))
+
+    def should_abort(self, fleet: FleetView) -> bool:
+        return False
+
+    def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
+        return take_batch(in_start_order(fleet, ready), self.batch_size)
+
+    def should_update_weights(self, fleet: FleetView) -> bool:
+        at_boundary = not fleet.num_in_flight
+        return fleet.newest_version > fleet.version and (self.updates == "in_flight" or at_boundary)

@@ -1,33 +1,97 @@
-"""Schedules that must be the same run: pipeline with max_lag = 0 is conventional RL with one step per RL step."""
+"""Schedules that must be the same run: without any lag, all of them are conventional RL with one step per RL step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
-COMMON = ("batch.batch_size=16", "batch.group_size=4", "trainer.max_steps=8", "sampling.max_tokens=60")
+NUM_STEPS = 20
+COMMON = (
+    "batch.batch_size=16",
+    "batch.group_size=4",
+    f"trainer.max_steps={NUM_STEPS}",
+    "trainer.learning_rate=1e-3",
+    "sampling.max_tokens=60",
+)
+WITHOUT_LAG = {
+    "pipeline": ("schedule.num_in_flight=16", "schedule.max_lag=0"),
+    "bounded": ("schedule.type=bounded", "schedule.max_lag=0"),
+    "bounded, at the boundary": ("schedule.type=bounded", "schedule.max_lag=0", "schedule.updates=boundary"),
+    "april": ("schedule.type=april", "schedule.over_sampling=1"),
+}
 
 
-def test_pipeline_without_lag_is_conventional_bit_for_bit(run_recipe: Callable) -> None:
+@pytest.mark.slow
+def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: Callable) -> None:
     conventional = run_recipe(*COMMON, "schedule.type=conventional")
-    pipeline = run_recipe(*COMMON, "schedule.num_in_flight=16", "schedule.max_lag=0")
-    for expected, batch in zip(conventional.batches[:8], pipeline.batches[:8], strict=True):
-        assert batch.group_ids == expected.group_ids
-        assert len(batch.microbatches) == len(expected.microbatches)
-        for ours, theirs in zip(batch.microbatches, expected.microbatches, strict=True):
-            np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-            np.testing.assert_array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
-    last, expected_last = pipeline.weights.sent[8], conventional.weights.sent[8]
-    assert any(not torch.equal(last[name], pipeline.weights.sent[0][name]) for name in last), "nothing was learned"
-    for name, tensor in expected_last.items():
-        assert torch.equal(last[name], tensor), name
-    assert pipeline.trainer.lag_histogram.keys() == {0}
+    first, last = conventional.weights.sent[0], conventional.weights.sent[NUM_STEPS]
+    assert any(not torch.equal(last[name], first[name]) for name in last), "nothing was learned"
+    for schedule, overrides in WITHOUT_LAG.items():
+        run = run_recipe(*COMMON, *overrides)
+        for expected, batch in zip(conventional.batches[:NUM_STEPS], run.batches[:NUM_STEPS], strict=True):
+            assert batch.group_ids == expected.group_ids, schedule
+            assert len(batch.microbatches) == len(expected.microbatches)
+            for ours, theirs in zip(batch.microbatches, expected.microbatches, strict=True):
+                np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+                np.testing.assert_array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
+                np.testing.assert_array_equal(ours.advantages, theirs.advantages)
+        for name, tensor in last.items():
+            assert torch.equal(run.weights.sent[NUM_STEPS][name], tensor), (schedule, name)
+        assert run.trainer.lag_histogram.keys() == {0}
 
 
-def test_the_bounds_hold_in_the_real_loops(run_recipe: Callable) -> None:
-    bounded = run_recipe(*COMMON, "schedule.num_in_flight=24", "schedule.max_lag=2")
-    assert max(bounded.trainer.lag_histogram) <= 2
-    conventional = run_recipe(*COMMON, "schedule.type=conventional", "schedule.steps_per_rl_step=4")
-    assert sorted(conventional.trainer.lag_histogram) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("bound", "overrides"),
+    [
+        (2, ("schedule.num_in_flight=24", "schedule.max_lag=2")),
+        (3, ("schedule.type=conventional", "schedule.steps_per_rl_step=4")),
+        (2, ("schedule.type=bounded", "schedule.max_lag=2")),
+        (1, ("schedule.type=one_step_off",)),
+        (1, ("schedule.type=april", "batch.mask_older_than=1")),
+    ],
+)
+def test_the_bounds_hold_in_the_real_loops(run_recipe: Callable, bound: int, overrides: tuple[str, ...]) -> None:
+    run = run_recipe(*COMMON, *overrides)
+    assert max(run.trainer.lag_histogram) == bound
+
+
+def test_tokens_that_are_too_old_carry_no_loss(run_recipe: Callable) -> None:
+    common = (*COMMON, "schedule.type=april", "schedule.over_sampling=3", "trainer.max_steps=8")
+    masked = run_recipe(*common, "batch.mask_older_than=0")
+    num_masked = 0
+    for batch in masked.batches:
+        assert batch.lag_histogram.keys() <= {0}
+        assert batch.num_loss_tokens == sum(batch.lag_histogram.values())
+        num_masked += batch.num_response_tokens - batch.num_loss_tokens
+        for microbatch in batch.microbatches:
+            assert (microbatch.weight_versions[microbatch.loss_mask] == batch.index).all()
+            assert not microbatch.advantages[~microbatch.loss_mask].any()
+    assert num_masked > 0, "no rollout was carried over: the run shows nothing about masking"
+
+
+def test_april_goes_on_with_the_tokens_it_aborted(run_recipe: Callable) -> None:
+    run = run_recipe(*COMMON, "schedule.type=april", "schedule.over_sampling=2", "trainer.max_steps=10")
+    assert run.actor.num_aborted > 0
+    assert run.trainer.versions_per_rollout_max > 1
+    assert max(line["carried_token_fraction"] for line in run.metrics) > 0
+    bounded = run_recipe(
+        *COMMON,
+        "schedule.type=april",
+        "schedule.over_sampling=2",
+        "schedule.max_versions=2",
+        "trainer.max_steps=10",
+    )
+    assert bounded.trainer.versions_per_rollout_max == 2
+
+
+def test_dynamic_sampling_leaves_out_groups_without_signal(run_recipe: Callable) -> None:
+    run = run_recipe(*COMMON, "batch.dynamic_sampling=true", "trainer.max_steps=6", "schedule.num_in_flight=24")
+    assert run.actor.num_filtered_groups > 0
+    for batch in run.batches:
+        num_sequences = sum(len(microbatch.sequence_lengths) for microbatch in batch.microbatches)
+        assert num_sequences == batch.num_rollouts, "a trajectory without a gradient was trained on"
+    filtered = sum(line["dropped/filtered_groups"] for line in run.metrics)
+    assert 0 < filtered <= run.actor.num_filtered_groups

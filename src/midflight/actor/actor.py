@@ -337,6 +337,9 @@ class Actor:
 
     def _take_up(self, rollout: Rollout) -> None:
         if not rollout.is_done and rollout.finish_reason is None:
+            # Of one that was running when its process was killed, the tokens since its start were never counted.
+            self._state.generated_tokens += len(rollout.generated) - rollout.num_carried
+            rollout.num_carried = len(rollout.generated)
             self._to_admit.append(rollout)
             return
         self._num_started += 1

@@ -116,7 +116,7 @@ class PartialBuffer:
             np.frombuffer(token_ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.frombuffer(weight_versions, "<i4")
         )
         if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
-            return replace(rollout, status=RolloutStatus.PARTIAL, generated=generated, num_carried=len(generated))
+            return replace(rollout, status=RolloutStatus.PARTIAL, generated=generated)
         return replace(rollout, generated=generated)
 
     @contextmanager

@@ -134,7 +134,6 @@ class OneStepOffConfig(Section):
 ScheduleConfig = Annotated[
     PipelineConfig | ConventionalConfig | AprilConfig | BoundedConfig | OneStepOffConfig, Field(discriminator="type")
 ]
-SCHEDULE_TYPES = ("pipeline", "conventional", "april", "bounded", "one_step_off")
 
 
 class BatchConfig(Section):
@@ -344,15 +343,28 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], key: str) -> None:
 
 def _one_line(error: pydantic.ValidationError) -> str:
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part not in SCHEDULE_TYPES]
+    kinds = _schedule_kinds()
+    location = [str(part) for part in first["loc"] if part not in kinds]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
+        kind = first["loc"][1] if len(first["loc"]) > 2 else ""
+        owners = [other for other, section in kinds.items() if location[-1] in section.model_fields]
+        if kind in kinds and owners:
+            return f"{key} is a key of {' and '.join(owners)}, but schedule.type = {kind!r}"
         return f"unknown key {key}{_suggestion(location)}"
+    if first["type"] == "union_tag_invalid":
+        return f"{key}.type: there is no {first['ctx']['tag']!r}; known are {', '.join(kinds)}"
     if first["type"] == "missing":
         return f"{key} is missing"
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
     got = "" if isinstance(first["input"], dict) or not key else f", got {first['input']!r}"
     return f"{key}: {message}{got}" if key else message
+
+
+def _schedule_kinds() -> dict[str, type[Section]]:
+    """The sections that `schedule.type` chooses from."""
+    sections = _section_types(Recipe.model_fields["schedule"].annotation)
+    return {section.model_fields["type"].default: section for section in sections}
 
 
 def _suggestion(location: list[str]) -> str:

@@ -34,7 +34,9 @@ def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
         ("trainer.max_steps=many", "trainer.max_steps: should be a valid integer"),
         ("trainer.max_steps=0", "trainer.max_steps: should be greater than or equal to 1, got 0"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: "),
-        ("schedule.type=magic", "schedule: "),
+        ("schedule.type=magic", "schedule.type: there is no 'magic'; known are pipeline, conventional, april, bounded"),
+        ("schedule.over_sampling=2", "schedule.over_sampling is a key of april, but schedule.type = 'pipeline'"),
+        ("schedule.when_full=explode", "schedule.when_full: should be 'block' or 'drop_oldest', got 'explode'"),
         ("batch.batch_size=20", "batch.batch_size = 20 is not a multiple of batch.group_size = 8; 16 or 24 would work"),
         ("batch.batch_size=4", "batch.batch_size = 4 is not a multiple of batch.group_size = 8; 8 would work"),
         ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
@@ -53,6 +55,25 @@ def test_a_wrong_override_is_one_clear_line(recipe_file: Path, override: str, me
         load_recipe(recipe_file, [override])
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("april", "over_sampling=0.5"), "schedule.over_sampling: should be greater than or equal to 1, got 0.5"),
+        (("april", "over_sampling=inf"), "schedule.over_sampling: should be a finite number, got inf"),
+        (("april", "max_versions=0"), "schedule.max_versions: should be greater than or equal to 1, got 0"),
+        (("bounded", "max_lag=-1"), "schedule.max_lag: should be greater than or equal to 0, got -1"),
+        (("conventional", "steps_per_rl_step=0"), "steps_per_rl_step: should be greater than or equal to 1, got 0"),
+        (("one_step_off", "max_lag=2"), "schedule.max_lag is a key of pipeline and bounded, but schedule.type = 'one"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_one_clear_line(
+    recipe_file: Path, overrides: tuple[str, str], message: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe_file, [f"schedule.type={overrides[0]}", f"schedule.{overrides[1]}"])
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +123,7 @@ def test_changing_the_type_of_a_section_starts_it_afresh(recipe_file: Path) -> N
     assert kept.num_in_flight == 48
     changed = load_recipe(recipe_file, ["schedule.type=conventional", "schedule.steps_per_rl_step=4"]).schedule
     assert changed == ConventionalConfig(steps_per_rl_step=4)
-    with pytest.raises(RecipeError, match=r"unknown key schedule\.max_lag"):
+    with pytest.raises(RecipeError, match=r"schedule\.max_lag is a key of pipeline"):
         load_recipe(recipe_file, ["schedule.type=conventional", "schedule.max_lag=4"])
 
 

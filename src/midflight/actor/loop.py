@@ -91,6 +91,7 @@ class RolloutLoop:
             version, weights = self._receiver.receive()
             self._generator.update_weights(version, weights)
         self._actor.note_update()
+        self._meter.note_update(sum(tensor.nbytes for tensor in weights.values()))
 
     def _hand_over(self, newest: int) -> bool:
         """Append every batch the schedule can make now; whether there was one."""

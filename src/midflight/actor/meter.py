@@ -17,6 +17,10 @@ class RolloutMeter:
         self._time_s = time.monotonic()
         self._state = state
         self._wait_s = self._update_s = 0.0
+        self._update_bytes = 0
+
+    def note_update(self, num_bytes: int) -> None:
+        self._update_bytes += num_bytes
 
     def read(self, state: ActorState, actor: Actor) -> dict[str, float]:
         before, now_s = self._state, time.monotonic()
@@ -39,7 +43,9 @@ class RolloutMeter:
         if num_updates:
             metrics["update/pause_s"] = update_s / num_updates
             metrics["update/seconds"] = update_s
+            metrics["update/bytes"] = float(self._update_bytes)
         self._time_s, self._state = now_s, state
+        self._update_bytes = 0
         self._wait_s += wait_s
         self._update_s += update_s
         return metrics

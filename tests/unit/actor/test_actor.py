@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,3 +154,69 @@ def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
     # Nobody trains: the queue fills and generation stops instead of running ahead without end.
     assert actor.fleet(0).num_in_flight == 0
     assert 8 <= actor.fleet(0).num_finished <= 8 + 3 + 1
+
+
+def test_groups_without_signal_are_counted_and_replaced() -> None:
+    rewards = {0: 1.0, 1: 0.0}
+    graded: list[int] = []
+
+    def reward_of(index: int) -> float:
+        graded.append(index)
+        return rewards.get(index, float(len(graded) % 2))
+
+    config = replace(CONFIG, dynamic_sampling=True)
+    environment = CountingEnvironment(reward_of)
+    generator = ScriptedGenerator(lambda rollout: 1 + rollout)
+    actor = new_actor(generator, ConventionalSchedule(4), environment, config=config)
+    run(actor, 20)
+    assert [group.group_id for group in chosen_groups(actor)] == [2, 3]
+    assert actor.state.num_filtered_groups == 2
+    assert actor.state.num_failed_groups == actor.state.num_dropped_groups == 0
+
+
+def test_lengths_travel_with_the_batch_that_follows_them() -> None:
+    rewards = iter([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    config = replace(CONFIG, dynamic_sampling=True)
+    environment = CountingEnvironment(lambda index: next(rewards))
+    generator = ScriptedGenerator(lambda rollout: 1 + rollout)
+    actor = new_actor(generator, ConventionalSchedule(4), environment, config=config)
+    run(actor, 9)
+    assert actor.state.dropped_lengths == [1, 2]  # group 0: both rewards are 1
+    chosen = actor.choose_batch(actor.fleet(0))
+    assert chosen is not None
+    assert sorted(chosen.generated_lengths) == [1, 2, 3, 4, 5, 6]
+    assert chosen.dropped_lengths == [1, 2]
+    assert actor.state.generated_lengths == actor.state.dropped_lengths == []
+
+
+def test_a_task_without_any_signal_ends_the_run_and_says_why() -> None:
+    config = replace(CONFIG, dynamic_sampling=True, max_filtered_in_a_row=10)
+    actor = new_actor(ScriptedGenerator(lambda _: 1), ConventionalSchedule(4), CountingEnvironment(), config=config)
+    with pytest.raises(RolloutError, match=r"in 10 groups in a row all rewards were equal \(the last: 1\)"):
+        run(actor, 100)
+
+
+def test_a_group_waits_for_the_grade_of_its_last_member() -> None:
+    environment = CountingEnvironment()
+    slow = ImmediateGrader(environment, delay_of=lambda rollout: 5 if rollout == 1 else 0)
+    schedule = ConventionalSchedule(4)
+    actor = Actor(CONFIG, ScriptedGenerator(lambda _: 1), schedule, environment, slow, DigitTokenizer())
+    run(actor, 3)
+    fleet = actor.fleet(0)
+    assert (fleet.num_in_flight, actor.num_ungraded, fleet.num_finished, fleet.oldest_open_group) == (0, 1, 2, 0)
+    assert actor.choose_batch(fleet) is None
+    run(actor, 3)
+    assert [group.group_id for group in chosen_groups(actor)] == [0, 1]
+
+
+def test_what_was_not_graded_when_the_process_ended_is_graded_by_the_next() -> None:
+    environment = CountingEnvironment()
+    never = ImmediateGrader(environment, delay_of=lambda rollout: 10**6)
+    schedule = ConventionalSchedule(4)
+    first = Actor(CONFIG, ScriptedGenerator(lambda _: 3), schedule, environment, never, DigitTokenizer())
+    run(first, 5)
+    generator = ScriptedGenerator(lambda _: 3)
+    second = new_actor(generator, schedule, environment, checkpoint_of(first))
+    second.collect_grades()
+    assert generator.num_in_flight == 0
+    assert [group.group_id for group in chosen_groups(second)] == [0, 1]

@@ -328,7 +328,10 @@ class Actor:
         for group_id in self._state.open_group_ids:
             group = self._new_group(group_id)
             members = by_group[group_id]
-            group.rollouts = [members.get(rollout.rollout_id, rollout) for rollout in group.rollouts]
+            group.rollouts = [
+                replace(members.get(rollout.rollout_id, rollout), prompt_token_ids=rollout.prompt_token_ids)
+                for rollout in group.rollouts
+            ]
             self._open[group_id] = group
         for group in list(self._open.values()):
             for rollout in group.rollouts:
@@ -366,7 +369,7 @@ class _VersionCounter:
 
     def started(self, rollout: Rollout, version: int) -> None:
         self._see(version)
-        num_versions = len({*np.unique(rollout.generated.weight_versions).tolist(), version})
+        num_versions = len({version, *rollout.generated.weight_versions.tolist()})
         self._before_swaps[rollout.rollout_id] = num_versions - self._num_swaps
 
     def ended(self, rollout: Rollout) -> None:

@@ -1,38 +1,60 @@
 """The partial-rollout buffer: what the actor holds, in a SQLite file that outlives the process.
 
-    rollouts   one row per rollout of an open group: what it is, without its tokens
-    tokens     its tokens in pieces, each written once: a long rollout costs as much per token as a short one
+    rollouts   one row per rollout of an open group: what became of it so far
+    tokens     what it generated, in pieces, each written once: a long rollout costs as much per token as a short one
     actor      one row: the actor's counts
 
-Every `save` is one transaction, so what is read back is the actor as it was at one moment. Killing the process loses
-nothing that was saved; a loss of power may undo the last saves, as it may those of the streams.
+Prompts are not in it, they follow from the group's number. Every `save` is one transaction, so what is read back is the
+actor as it was at one moment. Killing the process loses nothing that was saved; a loss of power may undo the last
+saves, as it may those of the streams.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from midflight.errors import StreamError
-from midflight.streams.codec import Codec
-from midflight.types import ActorCheckpoint, ActorState, GeneratedTokens, Rollout, RolloutId, RolloutStatus
+from midflight.streams.codec import SCHEMA_VERSION, Codec
+from midflight.types import (
+    ActorCheckpoint,
+    ActorState,
+    FinishReason,
+    GeneratedTokens,
+    GroupId,
+    Rollout,
+    RolloutId,
+    RolloutStatus,
+)
 
 _BUSY_TIMEOUT_S = 30.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS actor (id INTEGER PRIMARY KEY CHECK (id = 0), state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS rollouts (rollout_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS rollouts (
+    rollout_id INTEGER PRIMARY KEY, group_id INTEGER, status TEXT, finish_reason TEXT, num_carried INTEGER,
+    reward REAL, reward_components TEXT, failure TEXT
+);
 CREATE TABLE IF NOT EXISTS tokens (
     rollout_id INTEGER, start INTEGER, token_ids BLOB, logprobs BLOB, weight_versions BLOB,
     PRIMARY KEY (rollout_id, start)
 ) WITHOUT ROWID;
 """
-# A rollout's progress but for its tokens: a row is written again only when this changes.
-_Progress = tuple[RolloutStatus, bool, int]
+_NO_PROMPT = np.zeros(0, np.int32)
+
+
+class _Saved(NamedTuple):
+    """How far the file has come with a rollout."""
+
+    status: RolloutStatus
+    finish_reason: FinishReason | None
+    num_carried: int
+    num_tokens: int
 
 
 class PartialBuffer:
@@ -43,23 +65,27 @@ class PartialBuffer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rollouts, self._states = Codec(Rollout), Codec(ActorState)
-        self._saved: dict[RolloutId, tuple[_Progress, int]] = {}  # and the number of its tokens
+        self._states = Codec(ActorState)
+        self._saved: dict[RolloutId, _Saved] | None = None  # None: nothing by this object yet
         with self._errors():
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.executescript(_TABLES)
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
 
     def load(self) -> ActorCheckpoint | None:
-        """The actor as it was last saved, everything in flight as partial rollouts; None if it never was."""
+        """The actor as it was last saved, everything in flight as partial rollouts; None if it never was.
+
+        The rollouts come without their prompts.
+        """
         with self._errors():
-            row = self._db.execute("SELECT state FROM actor").fetchone()
-            records = self._db.execute("SELECT record FROM rollouts ORDER BY rollout_id").fetchall()
-        if row is None:
-            return None
-        rollouts = [self._with_tokens(self._rollouts.decode(record)) for (record,) in records]
-        return ActorCheckpoint(self._states.decode(row[0]), rollouts)
+            state = self._db.execute("SELECT state FROM actor").fetchone()
+            rows = self._db.execute("SELECT * FROM rollouts ORDER BY rollout_id").fetchall()
+            return (
+                ActorCheckpoint(self._states.decode(state[0]), [self._rollout(*row) for row in rows]) if state else None
+            )
 
     def save(
         self,
@@ -71,57 +97,104 @@ class PartialBuffer:
 
         Writes what is new since the last save of this object; its first one replaces all that an earlier one left.
         """
-        saved: dict[RolloutId, tuple[_Progress, int]] = {}
+        known = self._saved or {}
+        saved: dict[RolloutId, _Saved] = {}
+        rollouts: list[tuple[object, ...]] = []
+        tokens: list[tuple[object, ...]] = []
+        for rollout in open_rollouts:
+            before = known.get(rollout.rollout_id)
+            num_known = before.num_tokens if before else 0
+            new = tokens_of(rollout, num_known)
+            now = _Saved(rollout.status, rollout.finish_reason, rollout.num_carried, num_known + len(new))
+            saved[rollout.rollout_id] = now
+            if before is None or before[:3] != now[:3]:
+                rollouts.append(_row(rollout))
+            if len(new):
+                tokens.append((rollout.rollout_id, num_known, *_blobs(new)))
+        gone = [(rollout_id,) for rollout_id in known.keys() - saved.keys()]
         with self._errors(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            if not self._saved:
+            if self._saved is None:
                 self._db.execute("DELETE FROM rollouts")
                 self._db.execute("DELETE FROM tokens")
-            for rollout in open_rollouts:
-                saved[rollout.rollout_id] = self._save_rollout(rollout, tokens_of)
-            gone = [(rollout_id,) for rollout_id in self._saved.keys() - saved.keys()]
             self._db.executemany("DELETE FROM rollouts WHERE rollout_id = ?", gone)
             self._db.executemany("DELETE FROM tokens WHERE rollout_id = ?", gone)
+            self._db.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rollouts)
+            self._db.executemany("INSERT INTO tokens VALUES (?, ?, ?, ?, ?)", tokens)
             self._db.execute("INSERT OR REPLACE INTO actor VALUES (0, ?)", (self._states.encode(state),))
         self._saved = saved
 
     def close(self) -> None:
         self._db.close()
 
-    def _save_rollout(
-        self, rollout: Rollout, tokens_of: Callable[[Rollout, int], GeneratedTokens]
-    ) -> tuple[_Progress, int]:
-        known, num_tokens = self._saved.get(rollout.rollout_id, (None, 0))
-        progress = (rollout.status, rollout.finish_reason is not None, rollout.num_carried)
-        if progress != known:
-            record = self._rollouts.encode(replace(rollout, generated=GeneratedTokens.none()))
-            self._db.execute("INSERT OR REPLACE INTO rollouts VALUES (?, ?)", (rollout.rollout_id, record))
-        new = tokens_of(rollout, num_tokens)
-        if len(new):
-            arrays = (new.token_ids, new.logprobs, new.weight_versions)
-            blobs = [array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays]
-            self._db.execute("INSERT INTO tokens VALUES (?, ?, ?, ?, ?)", (rollout.rollout_id, num_tokens, *blobs))
-        return progress, num_tokens + len(new)
+    def _prepare(self) -> None:
+        schema = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if schema not in (0, SCHEMA_VERSION):
+            raise StreamError(f"{self._path} was written with schema {schema}; this midflight reads {SCHEMA_VERSION}")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.executescript(_TABLES)
+        self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _with_tokens(self, rollout: Rollout) -> Rollout:
-        with self._errors():
-            pieces = self._db.execute(
-                "SELECT token_ids, logprobs, weight_versions FROM tokens WHERE rollout_id = ? ORDER BY start",
-                (rollout.rollout_id,),
-            ).fetchall()
-        token_ids, logprobs, weight_versions = (b"".join(blobs) for blobs in zip(*pieces, strict=True)) if pieces else (
-            b"", b"", b""
-        )  # fmt: skip
-        generated = GeneratedTokens(
+    def _rollout(
+        self,
+        rollout_id: int,
+        group_id: int,
+        status: str,
+        finish_reason: str | None,
+        num_carried: int,
+        reward: float,
+        reward_components: str,
+        failure: str,
+    ) -> Rollout:
+        running = RolloutStatus(status) is RolloutStatus.RUNNING and finish_reason is None
+        return Rollout(
+            rollout_id=RolloutId(rollout_id),
+            group_id=GroupId(group_id),
+            status=RolloutStatus.PARTIAL if running else RolloutStatus(status),
+            prompt_token_ids=_NO_PROMPT,
+            generated=self._generated(rollout_id),
+            finish_reason=FinishReason(finish_reason) if finish_reason else None,
+            reward=reward,
+            reward_components=json.loads(reward_components),
+            failure=failure,
+            num_carried=num_carried,
+        )
+
+    def _generated(self, rollout_id: int) -> GeneratedTokens:
+        pieces = self._db.execute(
+            "SELECT token_ids, logprobs, weight_versions FROM tokens WHERE rollout_id = ? ORDER BY start", (rollout_id,)
+        ).fetchall()
+        token_ids, logprobs, weight_versions = (b"".join(piece[column] for piece in pieces) for column in range(3))
+        return GeneratedTokens(
             np.frombuffer(token_ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.frombuffer(weight_versions, "<i4")
         )
-        if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
-            return replace(rollout, status=RolloutStatus.PARTIAL, generated=generated)
-        return replace(rollout, generated=generated)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, ValueError) as error:
             raise StreamError(f"{self._path}: {error}") from error
+
+
+def _row(rollout: Rollout) -> tuple[object, ...]:
+    """In the order of the columns."""
+    return (
+        rollout.rollout_id,
+        rollout.group_id,
+        rollout.status.value,
+        rollout.finish_reason.value if rollout.finish_reason else None,
+        rollout.num_carried,
+        rollout.reward,
+        json.dumps(rollout.reward_components),
+        rollout.failure,
+    )
+
+
+def _blobs(tokens: GeneratedTokens) -> tuple[bytes, bytes, bytes]:
+    return (
+        tokens.token_ids.astype("<i4", copy=False).tobytes(),
+        tokens.logprobs.astype("<f4", copy=False).tobytes(),
+        tokens.weight_versions.astype("<i4", copy=False).tobytes(),
+    )

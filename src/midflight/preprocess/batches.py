@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -116,11 +115,9 @@ def _advantages_of(group: RolloutGroup, advantage: Callable[[Float64Array], Floa
 
 def _lag_histogram(trajectories: Sequence[Trajectory], index: int) -> dict[int, int]:
     """Optimizer steps from the sampling of each token that carries loss to the training on it -> tokens."""
-    lags = Counter[int]()
-    for trajectory in trajectories:
-        values, counts = np.unique(index - trajectory.weight_versions[trajectory.loss_mask], return_counts=True)
-        lags.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    return dict(lags)
+    versions = np.concatenate([trajectory.weight_versions[trajectory.loss_mask] for trajectory in trajectories])
+    lags, counts = np.unique(index - versions, return_counts=True)
+    return dict(zip(lags.tolist(), counts.tolist(), strict=True))
 
 
 def _lag_by_position(rollouts: Sequence[Rollout], index: int) -> Float32Array:
@@ -147,7 +144,8 @@ def _padding_fraction(microbatches: Sequence[Microbatch]) -> float:
 def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     lengths = [len(rollout.generated) for rollout in rollouts]
     clipped = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    num_versions = [len(np.unique(rollout.generated.weight_versions)) for rollout in rollouts]
+    # Versions never go down along a sequence.
+    num_versions = [1 + np.count_nonzero(np.diff(rollout.generated.weight_versions)) for rollout in rollouts]
     metrics = {
         "reward/mean": float(np.mean([rollout.reward for rollout in rollouts])),
         "length/mean": float(np.mean(lengths)),

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from midflight.protocols import Environment, Generator
+from midflight.protocols import Environment, Generator, Grader
 from midflight.types import FinishReason, GenerationRequest, Problem, RolloutId, SamplingParams
+
+
+_WAIT_SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,13 @@ class Evaluation:
     num_hard_problems: int
     sampled_accuracy_hard: float | None
     mean_length: float  # tokens, sampled
+    num_ungraded: int  # answers, sampled and greedy, that the verifier could not grade; they count as wrong
 
 
 def evaluate(
     generator: Generator,
     environment: Environment,
+    grader: Grader,
     tokenizer: Any,
     sampling: SamplingParams,
     *,
@@ -37,26 +42,35 @@ def evaluate(
     hard_from: int,
     seed: int,
 ) -> Evaluation:
-    """One sampled and one greedy answer to each held-out problem."""
+    """One sampled and one greedy answer to each held-out problem.
+
+    Raises: RolloutError if the grader gives up.
+    """
     problems = environment.held_out_problems(num_problems)
     prompts = [np.array(tokenizer.encode(problem.prompt), np.int32) for problem in problems]
 
     def answers(params: SamplingParams) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
+        """The reward of each answer, NaN if it has none, and their mean length."""
         generator.add(
             [GenerationRequest(RolloutId(index), prompt, params, seed) for index, prompt in enumerate(prompts)]
         )
-        rewards, lengths = np.zeros(len(problems)), np.zeros(len(problems))
-        while generator.num_in_flight:
+        rewards, lengths = np.full(len(problems), np.nan), np.zeros(len(problems))
+        while generator.num_in_flight or grader.num_pending:
             for completion in generator.step():
                 stopped = completion.finish_reason is FinishReason.STOP
                 token_ids = completion.generated.token_ids[: -1 if stopped else None]
                 problem = problems[completion.rollout_id]
-                rewards[completion.rollout_id] = environment.grade(problem, tokenizer.decode(token_ids)).reward
+                grader.submit(completion.rollout_id, problem, tokenizer.decode(token_ids))
                 lengths[completion.rollout_id] = len(completion.generated)
+            for graded in grader.results(timeout_s=0.0 if generator.num_in_flight else _WAIT_SLICE_S):
+                if graded.grade is not None:
+                    rewards[graded.rollout_id] = graded.grade.reward
         return rewards, float(lengths.mean())
 
     sampled, mean_length = answers(sampling)
     greedy, _ = answers(replace(sampling, temperature=0.0))
+    num_ungraded = int(np.isnan(sampled).sum() + np.isnan(greedy).sum())
+    sampled, greedy = np.nan_to_num(sampled), np.nan_to_num(greedy)
     hard = np.array([problem.difficulty >= hard_from for problem in problems])
     return Evaluation(
         num_problems=num_problems,
@@ -67,6 +81,7 @@ def evaluate(
         num_hard_problems=int(hard.sum()),
         sampled_accuracy_hard=float(sampled[hard].mean()) if hard.any() else None,
         mean_length=mean_length,
+        num_ungraded=num_ungraded,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from midflight.actor.actor import ActorConfig
+from midflight.actor.grading_pool import GradingPool
 from midflight.config import AprilConfig, BoundedConfig, ConventionalConfig, OneStepOffConfig, PipelineConfig, Recipe
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
@@ -60,6 +61,12 @@ def build_actor_config(recipe: Recipe, tokenizer: Any) -> ActorConfig:
         recipe.run.seed,
         batch.dynamic_sampling,
         batch.max_filtered_in_a_row,
+    )
+
+
+def build_grader(recipe: Recipe) -> GradingPool:
+    return GradingPool(
+        functools.partial(build_environment, recipe), recipe.task.num_graders, recipe.task.grading_timeout_s
     )
 
 

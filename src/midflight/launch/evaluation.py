@@ -8,7 +8,7 @@ import torch
 
 from midflight.config import Recipe
 from midflight.evals.evaluate import Evaluation, evaluate
-from midflight.launch.build import build_engine, build_sampling, num_threads
+from midflight.launch.build import build_engine, build_grader, build_sampling, num_threads
 from midflight.launch.environments import build_environment
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
 
@@ -18,12 +18,14 @@ def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
     torch.set_num_threads(num_threads(None, colocated=True))
     tokenizer = load_tokenizer(path)
     engine = build_engine(recipe, load_config(path), weights_of(load_model(path)), num_rows=recipe.eval.num_in_flight)
-    return evaluate(
-        engine,
-        build_environment(recipe),
-        tokenizer,
-        build_sampling(recipe, tokenizer),
-        num_problems=recipe.eval.num_problems,
-        hard_from=recipe.eval.hard_from,
-        seed=recipe.run.seed,
-    )
+    with build_grader(recipe) as grader:
+        return evaluate(
+            engine,
+            build_environment(recipe),
+            grader,
+            tokenizer,
+            build_sampling(recipe, tokenizer),
+            num_problems=recipe.eval.num_problems,
+            hard_from=recipe.eval.hard_from,
+            seed=recipe.run.seed,
+        )

@@ -5,7 +5,6 @@ A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("d
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 import torch
 
 from midflight.actor.actor import Actor
-from midflight.actor.grading_pool import GradingPool
 from midflight.actor.loop import RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
@@ -26,6 +24,7 @@ from midflight.errors import MidflightError
 from midflight.launch.build import (
     build_actor_config,
     build_engine,
+    build_grader,
     build_loss,
     build_preprocessing,
     build_schedule,
@@ -126,12 +125,7 @@ def rollout_body(context: WorkerContext) -> None:
     partials = PartialBuffer(run.partials)
     checkpoint = actor_checkpoint(partials, batches)
     environment = build_environment(recipe)
-    with (
-        _tracer(run, "rollout") as tracer,
-        GradingPool(
-            functools.partial(build_environment, recipe), recipe.task.num_graders, recipe.task.grading_timeout_s
-        ) as grader,
-    ):
+    with _tracer(run, "rollout") as tracer, build_grader(recipe) as grader:
         actor_config = build_actor_config(recipe, tokenizer)
         actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
         loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer, partials)

@@ -66,7 +66,18 @@ class _Recorder(MemoryStream[TrainingBatch]):
         return super().append(record, timeout_s)
 
 
-def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
+@dataclass
+class Loops:
+    """The two loops of a run and what is between them; the first weights are published."""
+
+    weights: InProcessWeights
+    stream: _Recorder
+    actor: Actor
+    rollouts: RolloutLoop
+    training: TrainLoop
+
+
+def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     weights, stream, tracer = InProcessWeights(), _Recorder(), Tracer(None, "test")
     backend = build_trainer(recipe, weights)
     backend.init(rank=0)
@@ -88,25 +99,35 @@ def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
         checkpoints=directory / "checkpoints",
         rejected_batches=directory / "rejected",
     )
+    training = TrainLoop(
+        settings, backend, build_loss(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
+        Codec(TrainingBatch).encode,
+    )  # fmt: skip
+    return Loops(weights, stream, actor, rollouts, training)
+
+
+def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
     trained, ended = threading.Event(), threading.Event()
-
-    def generate() -> None:
-        rollouts.run(trained.is_set)
-        ended.set()
-
-    thread = threading.Thread(target=generate)
     with JsonlWriter(directory / "metrics.jsonl") as metrics:
-        loop = TrainLoop(
-            settings, backend, build_loss(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
-            Codec(TrainingBatch).encode,
-        )  # fmt: skip
+        loops = build_loops(recipe, directory, metrics)
+
+        def generate() -> None:
+            loops.rollouts.run(trained.is_set)
+            ended.set()
+
+        thread = threading.Thread(target=generate)
         thread.start()
         try:
-            loop.run(lambda: not thread.is_alive())
+            loops.training.run(lambda: not thread.is_alive())
         finally:
             trained.set()
             thread.join()
     assert ended.is_set(), "the rollout loop failed"
     return FinishedRun(
-        recipe, stream.appended, weights, loop.state, actor.state, read_metrics(directory / "metrics.jsonl")
+        recipe,
+        loops.stream.appended,
+        loops.weights,
+        loops.training.state,
+        loops.actor.state,
+        read_metrics(directory / "metrics.jsonl"),
     )

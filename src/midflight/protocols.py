@@ -49,7 +49,7 @@ class Schedule(Protocol):
         ...
 
     def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
-        """The groups of the next optimizer step, or None if it is not time. `ready` is earliest finished first."""
+        """The groups of the next optimizer step, and any to drop; None if it is not time. `ready`: first done first."""
         ...
 
     def should_update_weights(self, fleet: FleetView) -> bool:

@@ -53,6 +53,7 @@ class World:
     lengths: list[int]
     train_ticks: list[int]
     grade_ticks: list[int]
+    update_ticks: int = 0
     failing: frozenset[int] = frozenset()  # groups
     dull: frozenset[int] = frozenset()  # groups whose rewards are all equal
 
@@ -66,6 +67,7 @@ worlds = st.builds(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     train_ticks=st.lists(st.integers(1, 25), min_size=1, max_size=8),
     grade_ticks=st.lists(st.sampled_from([0, 0, 0, 1, 7, 40]), min_size=1, max_size=7),
+    update_ticks=st.sampled_from([0, 0, 1, 4]),
     failing=groups,
     dull=groups,
 )
@@ -146,7 +148,7 @@ class Run:
         environment = Verifier(self.world)
         delays = self.world.grade_ticks
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
-        self.generator = ScriptedGenerator(self.world.length_of)
+        self.generator = ScriptedGenerator(self.world.length_of, self.world.update_ticks)
         self.generator.weight_version = self.receiver.version
         checkpoint = actor_checkpoint(self.partials, self.stream) if self.partials else None
         self.actor = Recording(
@@ -177,7 +179,7 @@ class Run:
         """Until all steps are trained."""
         while self.receiver.version < self.num_steps:
             self.turn()
-            assert self.tick < 1_000_000, f"stuck at version {self.receiver.version}, {len(self.batches)} batches"
+            assert self.tick < 3000 * self.num_steps, f"stuck at version {self.receiver.version}, {len(self.batches)} batches"
         return self
 
     @property

@@ -67,7 +67,8 @@ class RolloutLoop:
         if schedule.should_abort(actor.fleet(newest)):
             actor.abort()
         actor.admit(actor.fleet(newest))
-        if self._generator.num_in_flight:
+        # A pending update goes on in steps, even if there is nothing left to sample.
+        if self._generator.num_in_flight or self._generator.update_pending:
             with self._tracer.span("decode"):
                 actor.step()
         actor.collect_grades()

@@ -12,7 +12,6 @@ import numpy as np
 from midflight.protocols import Environment, Generator, Grader
 from midflight.types import FinishReason, GenerationRequest, Problem, RolloutId, SamplingParams
 
-
 _WAIT_SLICE_S = 1.0
 
 

@@ -20,6 +20,7 @@ from midflight.actor.actor import Actor
 from midflight.actor.loop import RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
+from midflight.engine.engine import Engine
 from midflight.errors import MidflightError
 from midflight.launch.build import (
     build_actor_config,
@@ -118,7 +119,7 @@ def rollout_body(context: WorkerContext) -> None:
     torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
     batches = open_batches(run)
     receiver = SharedMemoryReceiver(context.weights_path)
-    _wait_for_first_weights(receiver, context)
+    _wait_for_weights(receiver, 0, context)
     version, weights = receiver.receive()
     config, tokenizer = load_config(recipe.model.path), load_tokenizer(recipe.model.path)
     engine = build_engine(recipe, config, weights, num_rows=schedule.max_in_flight, version=version)
@@ -130,6 +131,8 @@ def rollout_body(context: WorkerContext) -> None:
         actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
         loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer, partials)
         _start_together(context)
+        with tracer.span("wait"):
+            _catch_up(engine, receiver, checkpoint, context)
         loop.run(context.should_stop)
     partials.close()
     batches.close()
@@ -184,10 +187,25 @@ def _start_together(context: WorkerContext) -> None:
     context.supervisor.recv()
 
 
-def _wait_for_first_weights(receiver: SharedMemoryReceiver, context: WorkerContext) -> None:
-    while not receiver.wait(newer_than=-1, timeout_s=_WAIT_SLICE_S):
+def _wait_for_weights(receiver: SharedMemoryReceiver, version: int, context: WorkerContext) -> None:
+    while not receiver.wait(newer_than=version - 1, timeout_s=_WAIT_SLICE_S):
         if context.should_stop():
             raise SystemExit(0)
+
+
+def _catch_up(
+    engine: Engine, receiver: SharedMemoryReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
+) -> None:
+    """No token may be followed by one of an older version.
+
+    After a kill the trainer is back at its checkpoint, and rollouts may have tokens of versions that it makes again
+    from the batches in the stream.
+    """
+    rollouts = checkpoint.rollouts if checkpoint else []
+    newest = max((int(rollout.generated.weight_versions.max(initial=0)) for rollout in rollouts), default=0)
+    if engine.weight_version < newest:
+        _wait_for_weights(receiver, newest, context)
+        engine.update_weights(*receiver.receive())
 
 
 def _redirect_output(log: Path) -> None:

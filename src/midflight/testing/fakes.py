@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 
 class ScriptedGenerator:
-    """A Generator whose rollout i takes `length_of(i)` steps; every token is 0 and carries the current version."""
+    """A Generator whose rollout i takes `length_of(i)` steps; every token is 0 and carries the current version.
 
-    def __init__(self, length_of: Callable[[int], int]) -> None:
+    New weights take over `update_steps` steps after they came, at once if nothing is in flight.
+    """
+
+    def __init__(self, length_of: Callable[[int], int], update_steps: int = 0) -> None:
         self.weight_version = 0
-        self._length_of = length_of
+        self._length_of, self._update_steps = length_of, update_steps
+        self._pending: tuple[int, int] | None = None  # version, steps until it takes over
         self._versions: dict[RolloutId, list[int]] = {}
 
     @property
@@ -40,7 +44,7 @@ class ScriptedGenerator:
 
     @property
     def update_pending(self) -> bool:
-        return False
+        return self._pending is not None
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
         return _tokens(self._versions[rollout_id][start:])
@@ -51,6 +55,7 @@ class ScriptedGenerator:
             self._versions[request.rollout_id] = resumed
 
     def step(self) -> list[Completion]:
+        self._adopt()
         for versions in self._versions.values():
             versions.append(self.weight_version)
         ended = [rollout for rollout, versions in self._versions.items() if len(versions) >= self._length_of(rollout)]
@@ -60,7 +65,16 @@ class ScriptedGenerator:
         return [self._take(rollout_id, FinishReason.ABORT) for rollout_id in rollout_ids]
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self.weight_version = version
+        self._pending = version, self._update_steps + 1
+        self._adopt()
+
+    def _adopt(self) -> None:
+        if self._pending is None:
+            return
+        version, steps = self._pending
+        self._pending = version, steps - 1
+        if steps == 1 or not self._versions:
+            self.weight_version, self._pending = version, None
 
     def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
         return Completion(rollout_id, _tokens(self._versions.pop(rollout_id)), reason)

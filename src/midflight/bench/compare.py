@@ -111,22 +111,6 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
     return result
 
 
-def run_overrides(comparison: Comparison, spec: ScheduleSpec, seed: int) -> list[str]:
-    """The recipe's changes in one run, the user's first."""
-    overrides = [
-        *comparison.overrides,
-        *spec.overrides,
-        f"run.seed={seed}",
-        f"trainer.max_seconds={comparison.seconds}",
-        f"trainer.max_steps={_ENDLESS}",
-        "eval.num_problems=0",
-    ]
-    if comparison.accuracy_every:
-        every = f"trainer.checkpoint_every={comparison.accuracy_every}"
-        overrides += [every, f"trainer.keep_checkpoints={_ENDLESS}"]
-    return overrides
-
-
 def _check_options(seconds: float, num_seeds: int, accuracy_every: int) -> None:
     if not 0 < seconds < math.inf:
         raise RecipeError(f"--seconds: should be greater than 0, got {seconds:g}")
@@ -149,7 +133,7 @@ def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
 def _run(comparison: Comparison, spec: ScheduleSpec, seed: int, out: Path, report: Report) -> Figures:
     name = re.sub(r"[^\w.]+", "-", spec.text)
     directory = out / f"{name}-seed-{seed}"
-    summary = train(comparison.recipe_path, directory, run_overrides(comparison, spec, seed))
+    summary = train(comparison.recipe_path, directory, _run_overrides(comparison, spec, seed))
     report(f"  {summary['steps']} steps, {summary['samples']:,} samples in {summary['train_wall_s']:.1f} s")
     figures = run_figures(summary, _reached(comparison, directory, report))
     return {
@@ -159,6 +143,22 @@ def _run(comparison: Comparison, spec: ScheduleSpec, seed: int, out: Path, repor
         **figures,
         "curve": curve(read_metrics(RunDirectory(directory).metrics)),
     }
+
+
+def _run_overrides(comparison: Comparison, spec: ScheduleSpec, seed: int) -> list[str]:
+    """The recipe's changes in one run, the user's first."""
+    overrides = [
+        *comparison.overrides,
+        *spec.overrides,
+        f"run.seed={seed}",
+        f"trainer.max_seconds={comparison.seconds}",
+        f"trainer.max_steps={_ENDLESS}",
+        "eval.num_problems=0",
+    ]
+    if comparison.accuracy_every:
+        every = f"trainer.checkpoint_every={comparison.accuracy_every}"
+        overrides += [every, f"trainer.keep_checkpoints={_ENDLESS}"]
+    return overrides
 
 
 def _reached(comparison: Comparison, directory: Path, report: Report) -> SecondsToAccuracy:

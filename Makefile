@@ -28,18 +28,14 @@ types: $(VENV)/.dev
 base: $(VENV)/.ready
 	$(BIN)/python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
 
-# The README's curves: the demo's recipe under each schedule, for the same number of optimizer steps.
+# The README's curves: the demo's recipe under each schedule, for the same time.
 FIGURE_RUNS := runs/figures
-FIGURE_STEPS := trainer.max_steps=304
-CONVENTIONAL := schedule.type=conventional schedule.steps_per_rl_step
+FIGURE_SCHEDULES := pipeline,conventional:steps_per_rl_step=1,conventional:steps_per_rl_step=4,april,bounded
 figures: $(VENV)/.ready
 	rm -rf $(FIGURE_RUNS)
-	$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/pipeline $(FIGURE_STEPS)
-	for g in 1 4 16; do \
-		$(BIN)/midflight train recipes/cpu_demo.toml run.directory=$(FIGURE_RUNS)/conventional_$$g $(CONVENTIONAL)=$$g \
-		$(FIGURE_STEPS) \
-		|| exit; done
-	$(BIN)/midflight report $(FIGURE_RUNS)/* --plot docs/images/schedules.png
+	$(BIN)/midflight compare recipes/cpu_demo.toml --schedules $(FIGURE_SCHEDULES) --seconds 60 --accuracy-every 0 \
+		--out $(FIGURE_RUNS)
+	cp $(FIGURE_RUNS)/compare.png docs/images/schedules.png
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml

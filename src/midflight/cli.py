@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted (th
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -98,6 +99,39 @@ def report(
         plot_runs(runs, plot)
 
 
+@app.command()
+def compare(
+    recipe_path: RecipeArgument,
+    overrides: Overrides = None,
+    schedules: Annotated[
+        str, typer.Option(metavar="TYPE[:KEY=VALUE]...,...", help="what to run the recipe under")
+    ] = "conventional,pipeline,april,bounded",
+    seconds: Annotated[float, typer.Option(help="of training, for each run")] = 120.0,
+    num_seeds: Annotated[int, typer.Option("--seeds", help="runs of each schedule; medians over them are shown")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="new or empty, for runs and results; default runs/compare-DATE-TIME")
+    ] = None,
+    accuracy_every: Annotated[
+        int, typer.Option(metavar="STEPS", help="evaluate checkpoints so many optimizer steps apart; 0: none")
+    ] = 20,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe under several schedules in turn: same problems, same seconds. Leave the machine alone meanwhile."""
+    from midflight.bench.compare import plan_comparison, run_comparison
+    from midflight.bench.comparison_rows import comparison_table
+
+    comparison = plan_comparison(
+        recipe_path,
+        overrides or [],
+        schedules,
+        seconds=seconds,
+        num_seeds=num_seeds,
+        accuracy_every=accuracy_every,
+    )
+    result = run_comparison(comparison, out, functools.partial(print, file=sys.stderr, flush=True))
+    print(json.dumps(result, indent=2) if as_json else comparison_table(result["rows"]))
+
+
 @config_app.command()
 def show(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
     """The resolved recipe, defaults included."""
@@ -122,49 +156,6 @@ def keys() -> None:
             if description
             else f"{key}  ({kind}, default {default})"
         )
-
-
-RecipeOption = Annotated[Path, typer.Option("--recipe", help="a recipe (TOML)")]
-Seeds = Annotated[int, typer.Option(help="how many seeds; results are medians over them")]
-
-
-@bench_app.command()
-def schedules(
-    recipe_path: RecipeOption = Path("recipes/cpu_demo.toml"),
-    num_seeds: Seeds = 3,
-    steps: Annotated[int, typer.Option(help="optimizer steps of each run; a multiple of 16")] = 160,
-    as_json: Json = False,
-) -> None:
-    """Trained samples per second of every schedule, alternating, same steps."""
-    from midflight.bench.schedules import bench_schedules
-
-    result = bench_schedules(recipe_path, range(num_seeds), steps, Console(stderr=True).print)
-    if as_json:
-        print(json.dumps(result, indent=2))
-        return
-    for row in result["rows"]:
-        print(
-            f"{row['schedule']:18}{row['trained_samples_per_s']:8.1f} samples/s"
-            f"   pipeline is {row['pipeline_speedup']:.2f}x as fast   mean lag {row['mean_lag']:.2f}"
-        )
-
-
-@bench_app.command()
-def accuracy(
-    recipe_path: RecipeOption = Path("recipes/cpu_demo.toml"),
-    overrides: Overrides = None,
-    num_seeds: Seeds = 3,
-    every: Annotated[int, typer.Option(help="optimizer steps between evaluated checkpoints")] = 20,
-    as_json: Json = False,
-) -> None:
-    """Seconds of RL until held-out sampled accuracy reaches 0.85 and 0.90."""
-    from midflight.bench.accuracy import bench_accuracy
-
-    result = bench_accuracy(recipe_path, overrides or [], range(num_seeds), every, Console(stderr=True).print)
-    if as_json:
-        print(json.dumps(result, indent=2))
-        return
-    print(f"0.85 after {result['seconds_to_0.85']} s, 0.90 after {result['seconds_to_0.9']} s (medians)")
 
 
 ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a model directory")]

@@ -1,1 +1,4 @@
-"""Benchmarks of whole runs, repeatable by one command: `midflight bench NAME`. Each prints what machine it ran on."""
+"""Benchmarks, each repeatable by one command: `midflight compare` and `midflight bench NAME`.
+
+Each says what machine it ran on.
+"""

@@ -1,4 +1,4 @@
-"""Training runs as a benchmark makes them: temporary directory, no evaluation, nothing drawn."""
+"""Training runs as a benchmark makes them: each in a process of its own, nothing drawn."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def train(recipe: Path, directory: Path, overrides: Sequence[str]) -> dict[str, 
     command = [sys.executable, "-m", "midflight", "train", str(recipe), f"run.directory={directory}", "--json"]
     process = subprocess.run([*command, *overrides], capture_output=True, text=True)
     if process.returncode:
-        raise WorkerError(f"{' '.join(overrides)}: {process.stderr.strip().splitlines()[-1]}")
+        said = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+        raise WorkerError(f"the run in {directory} failed: {said[-1].removeprefix('midflight: ')}")
     summary: dict[str, Any] = json.loads(process.stdout)
     return summary

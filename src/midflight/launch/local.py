@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from midflight.config import Recipe
-from midflight.errors import MidflightError, RunDirectoryError, WorkerError
+from midflight.errors import MidflightError, WorkerError
 from midflight.launch.evaluation import evaluate_model
 from midflight.launch.progress import LiveView
-from midflight.launch.run_directory import RunDirectory
+from midflight.launch.run_directory import RunDirectory, write_whole
 from midflight.launch.summary import summarize
 from midflight.launch.workers import WorkerContext, rollout_body, run_worker, trainer_body
 from midflight.metrics.jsonl import MetricsTail
@@ -56,23 +56,10 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
         write_chrome_trace([run.spans(role) for role in _ROLES if run.spans(role).exists()], run.trace)
         eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
         summary = summarize(run, eval_before, eval_after)
-        _write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
+        write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
     if ended_early:
         raise ended_early
     return summary
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace the file at once, so that a full disk leaves the old one.
-
-    Raises: RunDirectoryError if it cannot be written.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError as error:
-        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _previous_evaluation(run: RunDirectory) -> dict[str, Any] | None:

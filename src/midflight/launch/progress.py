@@ -171,6 +171,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     groups, idle, wall_s = summary["groups"], summary["idle"], summary["train_wall_s"]
+    old, carried, dropped = summary["old_token_fraction"], summary["carried_token_fraction"], summary["dropped"]
     rows = []
     before, after = summary["eval_before"], summary["eval_after"]
     if before or after:
@@ -185,8 +186,14 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("lag", f"{summary['mean_lag']:.2f} mean, {summary['max_lag']} max (optimizer steps)"),
         ("effective sample size", _number(summary["mean_ess"])),
         ("idle", f"generation {_number(idle['generation'])}, trainer {_number(idle['trainer'])}"),
+        ("tokens of older weights", f"{_percent(old)}, carried over {_percent(carried)}"),
+        ("length", _lengths(summary["length_bias"])),
         ("groups", ", ".join(f"{count} {name}" for name, count in groups.items())),
     ]
+    if any(dropped.values()):
+        rows.append(
+            ("dropped", f"{dropped['filtered']} without signal, {dropped['queue_full']} because of a full queue")
+        )
     if summary["skipped_steps"]:
         rows.append(("skipped steps", f"{summary['skipped_steps']} (loss not finite)"))
     return rows
@@ -212,6 +219,20 @@ def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[
 def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:
     was, now = ("-" if values.get(key) is None else f"{values[key]:.3f}" for values in (before, after))
     return f"{was} -> {now}"
+
+
+def _lengths(bias: dict[str, Any]) -> str:
+    """Mean lengths of everything generated and of what became of it, and how far training was from all of it."""
+    means = [
+        f"{bias[f'mean_{what}']:.1f} {what}"
+        for what in ("generated", "trained", "dropped")
+        if bias[f"mean_{what}"] is not None
+    ]
+    return f"{', '.join(means) or '-'} (mean tokens), bias {_number(bias['ks'])} (KS)"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
 
 
 def _number(value: float | None) -> str:

@@ -20,7 +20,7 @@ _SMOOTHED_OVER = 1 / 12  # of the run
 def run_table(directories: Sequence[Path]) -> str:
     """One line per run. Raises: RunDirectoryError if a directory holds no summary."""
     header = f"{'run':32}{'accuracy':>10}{'seconds':>9}{'steps':>7}{'samples/s':>11}"
-    lines = [header + f"{'mean lag':>10}{'max lag':>9}{'ESS':>8}"]
+    lines = [header + f"{'mean lag':>10}{'max lag':>9}{'ESS':>8}  dropped"]
     for directory, label in zip(directories, _labels(directories), strict=True):
         summary = _summary(directory)
         after, ess = summary["eval_after"], summary["mean_ess"]
@@ -29,13 +29,15 @@ def run_table(directories: Sequence[Path]) -> str:
         lines.append(
             f"{label:32}{accuracy:>10}{summary['train_wall_s']:>9.1f}{summary['steps']:>7}{rate:>11.1f}"
             f"{summary['mean_lag']:>10.2f}{summary['max_lag']:>9}{f'{ess:.4f}' if ess else '-':>8}"
+            f"  {_dropped(summary)}"
         )
     return "\n".join(lines)
 
 
-def plot_runs(directories: Sequence[Path], out: Path) -> None:
+def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> None:
     """Reward of the training batches, smoothed over a twelfth of each run, on two axes.
 
+    `labels` are the runs' schedules unless given; runs with the same label have one color.
     Raises: RunDirectoryError if a directory holds no metrics; MissingExtraError without matplotlib.
     """
     try:
@@ -46,14 +48,16 @@ def plot_runs(directories: Sequence[Path], out: Path) -> None:
     except ImportError as error:
         raise MissingExtraError("matplotlib", "plot") from error
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for number, (directory, label) in enumerate(zip(directories, _labels(directories), strict=True)):
+    colors: dict[str, str] = {}
+    for directory, label in zip(directories, labels or _labels(directories), strict=True):
         metrics = _steps(directory)
-        color = _COLORS[number % len(_COLORS)]
+        shown_label = "_" if label in colors else label  # matplotlib leaves such a line out of the legend
+        color = colors.setdefault(label, _COLORS[len(colors) % len(_COLORS)])
         rewards = [line["reward/mean"] for line in metrics]
         for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
             positions = [line[key] for line in metrics]
             axis.plot(positions, rewards, ".", color=color, alpha=0.12, markersize=3)
-            axis.plot(positions, _smoothed(rewards), color=color, linewidth=2, label=label)
+            axis.plot(positions, _smoothed(rewards), color=color, linewidth=2, label=shown_label)
     for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
@@ -71,6 +75,17 @@ def _summary(directory: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{directory} holds no summary: no run has ended there")
     summary: dict[str, Any] = json.loads(path.read_text())
     return summary
+
+
+def _dropped(summary: dict[str, Any]) -> str:
+    """How many groups were left out of training, and whether those were the long ones."""
+    num_groups, bias = sum(summary["dropped"].values()), summary["length_bias"]
+    if not num_groups:
+        return "-"
+    if bias["mean_dropped"] is None or bias["ks"] is None:  # all of them after the last step
+        return f"{num_groups} groups"
+    lengths = f"mean length {bias['mean_dropped']:.1f} of {bias['mean_generated']:.1f} generated"
+    return f"{num_groups} groups, {lengths}, KS {bias['ks']:.3f}"
 
 
 def _steps(directory: Path) -> list[MetricsLine]:
@@ -97,10 +112,18 @@ def _label(directory: Path) -> str:
     if not path.is_file():
         raise RunDirectoryError(f"{directory} holds no run: there is no {path.name} in it")
     schedule = tomllib.loads(path.read_text())["schedule"]
-    if schedule["type"] == "conventional":
-        return f"conventional, G = {schedule['steps_per_rl_step']}"
     bound = f", max_lag = {schedule['max_lag']}" if "max_lag" in schedule else ""
-    return f"{schedule['type']}, {schedule['num_in_flight']} in flight{bound}"
+    match schedule["type"]:
+        case "conventional":
+            return f"conventional, G = {schedule['steps_per_rl_step']}"
+        case "april":
+            return f"april, over-sampling {schedule['over_sampling']:g}"
+        case "bounded":
+            return f"bounded{bound}{', at the boundary' if schedule['updates'] == 'boundary' else ''}"
+        case "pipeline":
+            return f"pipeline, {schedule['num_in_flight']} in flight{bound}"
+        case other:
+            return str(other)
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

@@ -82,8 +82,7 @@ def create_run(recipe: Recipe) -> RunDirectory:
             f"{path} already holds a run; `midflight train {path} --resume` goes on with it, another run.directory"
             " starts a new one"
         )
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunDirectoryError(f"{path} exists and is not an empty directory")
+    create_directory(path)
     try:
         for directory in (run.checkpoints, run.batches.parent, run.path / "logs"):
             directory.mkdir(parents=True, exist_ok=True)
@@ -91,6 +90,22 @@ def create_run(recipe: Recipe) -> RunDirectory:
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {path}: {error.strerror}") from error
     return run
+
+
+def create_directory(path: Path) -> None:
+    """Create a directory, unless it is there and empty.
+
+    Raises: RunDirectoryError if something is there, or it cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        empty = not any(path.iterdir())
+    except FileExistsError:
+        empty = False
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write to {path}: {error.strerror}") from error
+    if not empty:
+        raise RunDirectoryError(f"{path} exists and is not an empty directory")
 
 
 def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
@@ -109,6 +124,19 @@ def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
                 f"override {override}: a run goes on with the {section} it began with; only {allowed} may change"
             )
     return run, load_recipe(run.config, overrides)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file at once, so that a full disk leaves the old one.
+
+    Raises: RunDirectoryError if it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _at(recipe: Recipe, path: Path) -> object:

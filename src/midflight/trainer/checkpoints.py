@@ -65,19 +65,24 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
             f"checkpoint {target.name} could not be written ({_first_line(error)});"
             f" {f'{kept.name} is kept' if kept else 'there is no older one'}"
         ) from error
-    for old in _steps(directory)[:-keep]:
+    for old in checkpoints_in(directory)[:-keep]:
         shutil.rmtree(old)
     return target
 
 
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(directory.glob("step_*"), key=_version)
+
+
 def newest_checkpoint(directory: Path) -> Path | None:
-    steps = _steps(directory)
-    return steps[-1] if steps else None
+    checkpoints = checkpoints_in(directory)
+    return checkpoints[-1] if checkpoints else None
 
 
 def oldest_checkpoint_version(directory: Path) -> int:
     """Raises: IndexError if there is no checkpoint."""
-    return _version(_steps(directory)[0])
+    return _version(checkpoints_in(directory)[0])
 
 
 def load_state(checkpoint: Path) -> TrainerState:
@@ -89,11 +94,6 @@ def load_state(checkpoint: Path) -> TrainerState:
         return TrainerState(**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {_first_line(error)}") from error
-
-
-def _steps(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(directory.glob("step_*"), key=_version)
 
 
 def _version(checkpoint: Path) -> int:

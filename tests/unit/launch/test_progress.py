@@ -191,6 +191,10 @@ def summary(**values: Any) -> dict[str, Any]:
         "mean_ess": 0.9971,
         "update_pause_s": 0.00065,
         "idle": {"generation": 0.0072, "trainer": 0.1102},
+        "carried_token_fraction": 0.0321,
+        "old_token_fraction": 0.9867,
+        "length_bias": {"ks": 0.0104, "mean_generated": 19.24, "mean_trained": 18.96, "mean_dropped": 44.0},
+        "dropped": {"filtered": 2, "queue_full": 1},
         "groups": {"started": 1612, "trained": 1600, "dropped": 3, "failed": 1, "unfinished": 8},
         **values,
     }
@@ -203,7 +207,7 @@ def printed(values: dict[str, Any]) -> str:
 
 
 def row(text: str, title: str) -> str:
-    (found,) = [line for line in text.splitlines() if title in line]
+    (found,) = [line for line in text.splitlines() if re.match(rf"│ *(accuracy, sampled, )?{re.escape(title)}", line)]
     return found
 
 
@@ -223,6 +227,9 @@ def row(text: str, title: str) -> str:
         ("lag", ["2.99 mean", "11 max"]),
         ("effective sample size", ["0.9971"]),
         ("idle", ["0.0072", "0.1102"]),
+        ("tokens of older weights", ["98.7 %", "carried over 3.2 %"]),
+        ("length", ["19.2 generated", "19.0 trained", "44.0 dropped", "bias 0.0104"]),
+        ("dropped", ["2 without signal", "1 because of a full queue"]),
         ("groups", ["1612 started", "1600 trained", "3 dropped", "1 failed", "8 unfinished"]),
     ],
 )
@@ -259,9 +266,17 @@ def test_a_run_without_a_step_has_a_summary() -> None:
     values = summary(
         steps=0, train_wall_s=0.0, samples=0, mean_ess=None, update_pause_s=None, generated_tokens=0, trained_tokens=0
     )
+    values |= {"old_token_fraction": 0.0, "carried_token_fraction": 0.0}
+    values |= {"length_bias": {"ks": None, "mean_generated": None, "mean_trained": None, "mean_dropped": None}}
     text = printed(values | {"idle": {"generation": None, "trainer": None}})
+    assert "- (mean tokens), bias -" in row(text, "length")
     assert row(text, "effective sample size").split()[-2] == "-"
     assert "generation -, trainer -" in text
+
+
+def test_dropped_groups_are_only_mentioned_if_there_were_any() -> None:
+    text = printed(summary(dropped={"filtered": 0, "queue_full": 0}))
+    assert "without signal" not in text
 
 
 def test_skipped_steps_are_only_mentioned_if_there_were_any() -> None:

@@ -23,6 +23,8 @@ SUMMARY = {
     "mean_lag": 2.5,
     "max_lag": 9,
     "mean_ess": 0.9987,
+    "dropped": {"filtered": 0, "queue_full": 0},
+    "length_bias": {"ks": 0.0125, "mean_generated": 19.0, "mean_trained": 18.5, "mean_dropped": None},
 }
 
 
@@ -50,16 +52,40 @@ def svg_with_text() -> Iterator[None]:
 def test_the_table_has_a_line_per_run(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", PIPELINE), make_run(tmp_path / "b", CONVENTIONAL, eval_after=None, mean_ess=None)]
     header, first, second = run_table(runs).splitlines()
-    assert header.split() == ["run", "accuracy", "seconds", "steps", "samples/s", "mean", "lag", "max", "lag", "ESS"]
+    titles = ["run", "accuracy", "seconds", "steps", "samples/s", "mean lag", "max lag", "ESS", "dropped"]
+    assert " ".join(header.split()) == " ".join(titles)
     assert first.startswith("pipeline, 64 in flight ")
-    assert first.split()[-7:] == ["0.912", "20.0", "100", "160.0", "2.50", "9", "0.9987"]
+    assert first.split()[-8:] == ["0.912", "20.0", "100", "160.0", "2.50", "9", "0.9987", "-"]
     assert second.startswith("conventional, G = 4 ")
-    assert second.split()[-7:] == ["-", "20.0", "100", "160.0", "2.50", "9", "-"]
+    assert second.split()[-8:] == ["-", "20.0", "100", "160.0", "2.50", "9", "-", "-"]
 
 
-def test_a_bound_on_lag_is_part_of_the_label(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", PIPELINE + "max_lag = 2\n")
-    assert "pipeline, 64 in flight, max_lag = 2" in run_table([run])
+@pytest.mark.parametrize(
+    ("schedule", "label"),
+    [
+        (PIPELINE + "max_lag = 2\n", "pipeline, 64 in flight, max_lag = 2"),
+        ('type = "april"\nover_sampling = 2.0\n', "april, over-sampling 2"),
+        ('type = "april"\nover_sampling = 1.25\n', "april, over-sampling 1.25"),
+        ('type = "bounded"\nmax_lag = 1\nupdates = "in_flight"\n', "bounded, max_lag = 1"),
+        ('type = "bounded"\nmax_lag = 0\nupdates = "boundary"\n', "bounded, max_lag = 0, at the boundary"),
+        ('type = "one_step_off"\n', "one_step_off"),
+    ],
+)
+def test_a_label_says_what_the_schedule_was_set_to(tmp_path: Path, schedule: str, label: str) -> None:
+    _, line = run_table([make_run(tmp_path / "a", schedule)]).splitlines()
+    assert line.split("  ")[0] == label
+
+
+def test_what_was_dropped_is_shown_with_its_length(tmp_path: Path) -> None:
+    dropped = {"filtered": 3, "queue_full": 9}
+    bias = {"ks": 0.0625, "mean_generated": 19.0, "mean_trained": 17.0, "mean_dropped": 41.5}
+    run = make_run(tmp_path / "a", PIPELINE, dropped=dropped, length_bias=bias)
+    assert run_table([run]).endswith("  12 groups, mean length 41.5 of 19.0 generated, KS 0.062")
+
+
+def test_lengths_of_what_was_dropped_after_the_last_step_are_not_known(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", PIPELINE, dropped={"filtered": 3, "queue_full": 0})
+    assert run_table([run]).endswith("0.9987  3 groups")
 
 
 @pytest.mark.usefixtures("svg_with_text")
@@ -78,6 +104,18 @@ def test_runs_with_the_same_schedule_are_told_apart(tmp_path: Path) -> None:
     for name in ("seed-0", "seed-1"):
         assert f"pipeline, 64 in flight ({name})" in (tmp_path / "plot.svg").read_text()
         assert f"pipeline, 64 in flight ({name})" in run_table(runs)
+
+
+@pytest.mark.usefixtures("svg_with_text")
+def test_runs_with_the_same_label_share_a_color_and_a_line_in_the_legend(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, PIPELINE) for name in ("seed-0", "seed-1", "other")]
+    plot_runs(runs, tmp_path / "plot.svg", ["mine", "mine", "yours"])
+    text = (tmp_path / "plot.svg").read_text().lower()
+    assert text.count(">mine</text>") == text.count(">yours</text>") == 1
+    assert "seed-" not in text
+    assert "#0072b2" in text
+    assert "#d55e00" in text
+    assert "#009e73" not in text
 
 
 def test_a_picture_comes_out(tmp_path: Path) -> None:

@@ -179,7 +179,9 @@ class Run:
         """Until all steps are trained."""
         while self.receiver.version < self.num_steps:
             self.turn()
-            assert self.tick < 3000 * self.num_steps, f"stuck at version {self.receiver.version}, {len(self.batches)} batches"
+            assert self.tick < 3000 * self.num_steps, (
+                f"stuck at version {self.receiver.version}, {len(self.batches)} batches"
+            )
         return self
 
     @property

@@ -135,13 +135,14 @@ def _run(comparison: Comparison, spec: ScheduleSpec, seed: int, out: Path, repor
     directory = out / f"{name}-seed-{seed}"
     summary = train(comparison.recipe_path, directory, _run_overrides(comparison, spec, seed))
     report(f"  {summary['steps']} steps, {summary['samples']:,} samples in {summary['train_wall_s']:.1f} s")
-    figures = run_figures(summary, _reached(comparison, directory, report))
+    lines = read_metrics(RunDirectory(directory).metrics)
+    figures = run_figures(summary, lines, _reached(comparison, directory, report))
     return {
         "schedule": spec.text,
         "seed": seed,
         "run_directory": str(directory),
         **figures,
-        "curve": curve(read_metrics(RunDirectory(directory).metrics)),
+        "curve": curve(lines),
     }
 
 

@@ -33,9 +33,10 @@ _SUMMED = {"groups", "dropped"}  # so that they still add up
 _NUM_CURVE_POINTS = 200
 
 
-def run_figures(summary: Figures, reached: SecondsToAccuracy) -> Figures:
-    """What a row says, of one run.
+def run_figures(summary: Figures, lines: Sequence[MetricsLine], reached: SecondsToAccuracy) -> Figures:
+    """What a row says, of one run: its summary and its metrics.
 
+    `final_reward` is the mean over the last tenth of the steps.
     Units: rates are per second of the run's clock; `trained_tokens_per_rollout_s` per second that generation was not
     waiting for training; `update_pause_s`, `train_wall_s` and `seconds_to_accuracy` are in seconds.
     """
@@ -46,6 +47,7 @@ def run_figures(summary: Figures, reached: SecondsToAccuracy) -> Figures:
         "trained_tokens_per_rollout_s": _rate(summary["trained_tokens"], summary["rollout_s"]),
         **{key: summary[key] for key in _FROM_SUMMARY},
         "length_ks": summary["length_bias"]["ks"],
+        "final_reward": _final_reward(lines),
         "seconds_to_accuracy": reached,
     }
 
@@ -77,13 +79,19 @@ def combine_seeds(runs: Sequence[Figures]) -> Figures:
 
 
 def comparison_table(rows: Sequence[Figures]) -> str:
-    """One line per schedule; `-` where there is no such figure."""
-    table = [["schedule", *_COLUMNS], *([row["schedule"], *(cell(row) for cell in _COLUMNS.values())] for row in rows)]
+    """A column per schedule, a line per figure; `-` where there is none."""
+    table = [["", *(row["schedule"] for row in rows)]]
+    table += [[title, *(cell(row) for row in rows)] for title, cell in _LINES.items()]
     first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
     return "\n".join(
-        name.ljust(first) + "".join(cell.rjust(width + 3) for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in table
+        title.ljust(first) + "".join(cell.rjust(width + 3) for cell, width in zip(cells, widths, strict=True))
+        for title, *cells in table
     )
+
+
+def _final_reward(lines: Sequence[MetricsLine]) -> float | None:
+    rewards = [line["reward/mean"] for line in lines if line["reward/mean"] is not None]
+    return statistics.fmean(rewards[-math.ceil(len(rewards) / 10) :]) if rewards else None
 
 
 def _rate(count: float, seconds: float) -> float | None:
@@ -116,24 +124,47 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
+def _figure(key: str, digits: int = 0) -> Callable[[Figures], str]:
+    return lambda row: _number(row[key], digits)
 
 
-def _reached_column(level: str) -> Callable[[Figures], str]:
+def _share(*keys: str) -> Callable[[Figures], str]:
+    def cell(row: Figures) -> str:
+        value: Any = row
+        for key in keys:
+            value = value[key]
+        return "-" if value is None else f"{100 * value:.1f} %"
+
+    return cell
+
+
+def _reached(level: str) -> Callable[[Figures], str]:
     return lambda row: _number(row["seconds_to_accuracy"][level], 1)
 
 
-_COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "samples/s": lambda row: _number(row["trained_samples_per_s"], 1),
-    "tokens/s": lambda row: _number(row["trained_tokens_per_s"], 0),
-    "tokens/rollout s": lambda row: _number(row["trained_tokens_per_rollout_s"], 0),
-    "mean lag": lambda row: _number(row["mean_lag"], 2),
-    "max lag": lambda row: f"{row['max_lag']:g}",
-    "ESS": lambda row: _number(row["mean_ess"], 4),
-    "generation idle": lambda row: _percent(row["idle"]["generation"]),
-    "trainer idle": lambda row: _percent(row["idle"]["trainer"]),
-    "length KS": lambda row: _number(row["length_ks"], 3),
-    "dropped": lambda row: str(sum(row["dropped"].values())),
-    **{f"s to {level}": _reached_column(str(level)) for level in LEVELS},
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{1e3 * value:.2f}"
+
+
+_LINES: dict[str, Callable[[Figures], str]] = {
+    "trained samples a second": _figure("trained_samples_per_s", 1),
+    "trained tokens a second": _figure("trained_tokens_per_s"),
+    "trained tokens a second of rollout": _figure("trained_tokens_per_rollout_s"),
+    **{f"seconds to accuracy {level}": _reached(str(level)) for level in LEVELS},
+    "reward at the end": _figure("final_reward", 3),
+    "samples": _figure("samples"),
+    "seconds": _figure("train_wall_s", 1),
+    "generation idle": _share("idle", "generation"),
+    "trainer idle": _share("idle", "trainer"),
+    "lag, mean": _figure("mean_lag", 2),
+    "lag, max": _figure("max_lag"),
+    "versions in a rollout, max": _figure("versions_per_rollout_max"),
+    "effective sample size": _figure("mean_ess", 4),
+    "tokens of older weights": _share("old_token_fraction"),
+    "tokens carried over": _share("carried_token_fraction"),
+    "padding": _share("padding_fraction"),
+    "weight update, ms": lambda row: _milliseconds(row["update_pause_s"]),
+    "length bias, KS": _figure("length_ks", 3),
+    "groups dropped": lambda row: _number(sum(row["dropped"].values()), 0),
+    "groups failed": lambda row: _number(row["groups"]["failed"], 0),
 }

@@ -34,7 +34,7 @@ def summary(**values: Any) -> dict[str, Any]:
 
 
 def make_run(seed: int = 0, reached: dict[str, float | None] | None = None, **values: Any) -> dict[str, Any]:
-    figures = run_figures(summary(**values), reached or never())
+    figures = run_figures(summary(**values), steps(20), reached or never())
     return {"schedule": "april", "seed": seed, "run_directory": f"/runs/{seed}", **figures, "curve": []}
 
 
@@ -43,12 +43,13 @@ def adds_up(groups: dict[str, int]) -> bool:
 
 
 def test_rates_are_per_second_of_the_run_and_of_rollouts() -> None:
-    figures = run_figures(summary(), never())
+    figures = run_figures(summary(), steps(20), never())
     assert figures["trained_samples_per_s"] == 160.0
     assert figures["trained_tokens_per_s"] == 3200.0
     assert figures["trained_tokens_per_rollout_s"] == 4000.0
     assert figures["length_ks"] == 0.0625
-    assert run_figures(summary(rollout_s=0.0), never())["trained_tokens_per_rollout_s"] is None
+    assert figures["final_reward"] == 0.5  # of the last two of twenty steps
+    assert run_figures(summary(rollout_s=0.0), [], never())["trained_tokens_per_rollout_s"] is None
 
 
 def test_the_row_of_one_run_is_that_run() -> None:
@@ -122,13 +123,20 @@ def test_steps_without_a_reward_are_not_on_the_curve() -> None:
     assert curve([]) == []
 
 
-def test_the_table_has_a_line_per_schedule() -> None:
+def test_the_table_has_a_column_per_schedule() -> None:
     long = {**make_run(reached={"0.8": 4.25, "0.85": 5.0, "0.9": None}), "schedule": "conventional:steps_per_rl_step=4"}
     bare = make_run(mean_ess=None, length_bias={"ks": None}, idle={"generation": None, "trainer": 0.5})
-    header, first, second = comparison_table([combine_seeds([long]), combine_seeds([bare])]).splitlines()
-    assert header.startswith("schedule ")
-    assert header.endswith("s to 0.8   s to 0.85   s to 0.9")
-    name = "conventional:steps_per_rl_step=4"
-    assert " ".join(first.split()) == f"{name} 160.0 3,200 4,000 2.50 9 0.9987 5 % 25 % 0.062 3 4.2 5.0 -"
-    assert " ".join(second.split()) == "april 160.0 3,200 4,000 2.50 9 - - 50 % - 3 - - -"
-    assert len(header) == len(first) == len(second)
+    header, *lines = comparison_table([combine_seeds([long]), combine_seeds([bare])]).splitlines()
+    assert header.split() == ["conventional:steps_per_rl_step=4", "april"]
+    assert {len(line) for line in lines} == {len(header)}
+    table = {title: cells for title, *cells in (line.split("  ", 1) for line in lines)}
+    cells = {title: " ".join(rest[0].split()) for title, rest in table.items()}
+    assert cells["trained samples a second"] == "160.0 160.0"
+    assert cells["seconds to accuracy 0.8"] == "4.2 -"
+    assert cells["seconds to accuracy 0.9"] == "- -"
+    assert cells["generation idle"] == "5.0 % -"
+    assert cells["effective sample size"] == "0.9987 -"
+    assert cells["tokens carried over"] == "12.5 % 12.5 %"
+    assert cells["weight update, ms"] == "1.00 1.00"
+    assert cells["groups dropped"] == "3 3"
+    assert cells["reward at the end"] == "0.500 0.500"

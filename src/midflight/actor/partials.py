@@ -1,7 +1,8 @@
 """The partial-rollout buffer: what the actor holds, in a SQLite file that outlives the process.
 
     rollouts   one row per rollout of an open group: what became of it so far
-    tokens     what it generated, in pieces, each written once: a long rollout costs as much per token as a short one
+    tokens     what it generated, in pieces with checksums, each written once: a token costs as much in a long rollout
+               as in a short one
     actor      one row: the actor's counts
 
 Prompts are not in it, they follow from the group's number. Every `save` is one transaction, so what is read back is the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,11 +43,11 @@ CREATE TABLE IF NOT EXISTS rollouts (
     reward REAL, reward_components TEXT, failure TEXT
 );
 CREATE TABLE IF NOT EXISTS tokens (
-    rollout_id INTEGER, start INTEGER, token_ids BLOB, logprobs BLOB, weight_versions BLOB,
-    PRIMARY KEY (rollout_id, start)
+    rollout_id INTEGER, start INTEGER, piece BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (rollout_id, start)
 ) WITHOUT ROWID;
 """
 _NO_PROMPT = np.zeros(0, np.int32)
+_PIECE = np.dtype([("token_ids", "<i4"), ("logprobs", "<f4"), ("weight_versions", "<i4")])
 
 
 class _Saved(NamedTuple):
@@ -110,7 +112,8 @@ class PartialBuffer:
             if before is None or before[:3] != now[:3]:
                 rollouts.append(_row(rollout))
             if len(new):
-                tokens.append((rollout.rollout_id, num_known, *_blobs(new)))
+                piece = _packed(new)
+                tokens.append((rollout.rollout_id, num_known, piece, zlib.crc32(piece)))
         gone = [(rollout_id,) for rollout_id in known.keys() - saved.keys()]
         with self._errors(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -120,7 +123,7 @@ class PartialBuffer:
             self._db.executemany("DELETE FROM rollouts WHERE rollout_id = ?", gone)
             self._db.executemany("DELETE FROM tokens WHERE rollout_id = ?", gone)
             self._db.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rollouts)
-            self._db.executemany("INSERT INTO tokens VALUES (?, ?, ?, ?, ?)", tokens)
+            self._db.executemany("INSERT INTO tokens VALUES (?, ?, ?, ?)", tokens)
             self._db.execute("INSERT OR REPLACE INTO actor VALUES (0, ?)", (self._states.encode(state),))
         self._saved = saved
 
@@ -162,19 +165,28 @@ class PartialBuffer:
         )
 
     def _generated(self, rollout_id: int) -> GeneratedTokens:
-        pieces = self._db.execute(
-            "SELECT token_ids, logprobs, weight_versions FROM tokens WHERE rollout_id = ? ORDER BY start", (rollout_id,)
-        ).fetchall()
-        token_ids, logprobs, weight_versions = (b"".join(piece[column] for piece in pieces) for column in range(3))
+        """Raises: StreamError if a piece is damaged, or one is missing before another."""
+        pieces = b""
+        for start, piece, crc in self._db.execute(
+            "SELECT start, piece, crc FROM tokens WHERE rollout_id = ? ORDER BY start", (rollout_id,)
+        ):
+            if start * _PIECE.itemsize != len(pieces):
+                raise StreamError(f"rollout {rollout_id} lacks tokens before its token {start}")
+            if zlib.crc32(piece) != crc:
+                raise StreamError(f"damaged tokens of rollout {rollout_id}, from token {start} on")
+            pieces += piece
+        tokens = np.frombuffer(pieces, _PIECE)
         return GeneratedTokens(
-            np.frombuffer(token_ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.frombuffer(weight_versions, "<i4")
+            token_ids=tokens["token_ids"].astype(np.int32),
+            logprobs=tokens["logprobs"].astype(np.float32),
+            weight_versions=tokens["weight_versions"].astype(np.int32),
         )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (sqlite3.Error, OSError, ValueError, StreamError) as error:
             raise StreamError(f"{self._path}: {error}") from error
 
 
@@ -192,9 +204,9 @@ def _row(rollout: Rollout) -> tuple[object, ...]:
     )
 
 
-def _blobs(tokens: GeneratedTokens) -> tuple[bytes, bytes, bytes]:
-    return (
-        tokens.token_ids.astype("<i4", copy=False).tobytes(),
-        tokens.logprobs.astype("<f4", copy=False).tobytes(),
-        tokens.weight_versions.astype("<i4", copy=False).tobytes(),
-    )
+def _packed(tokens: GeneratedTokens) -> bytes:
+    piece = np.empty(len(tokens), _PIECE)
+    piece["token_ids"] = tokens.token_ids
+    piece["logprobs"] = tokens.logprobs
+    piece["weight_versions"] = tokens.weight_versions
+    return piece.tobytes()

@@ -60,7 +60,8 @@ class AprilSchedule:
         return choice and replace(choice, train=tuple(sorted(choice.train)))
 
     def should_update_weights(self, fleet: FleetView) -> bool:
-        return fleet.newest_version > fleet.version and not fleet.num_in_flight
+        # An iteration that has handed its batch over starts nothing more, so there is nothing in flight by then.
+        return fleet.newest_version > fleet.version
 
     def _is_over(self, fleet: FleetView) -> bool:
         """Whether this iteration has its batch, or already handed it over."""

@@ -230,7 +230,7 @@ def test_conventional_keeps_its_bound(world: World, steps_per_rl_step: int, num_
     run.check_accounts()
 
 
-@example(slow_updates, max_lag=1, num_groups=1, num_in_flight=9, when_full="block")
+@example(world=slow_updates, max_lag=1, num_groups=1, num_in_flight=9, when_full="block")
 @given(worlds, st.integers(0, 5), batch_groups, st.integers(1, 9), st.sampled_from(["block", "drop_oldest"]))
 def test_pipeline_keeps_a_hard_bound(
     world: World, max_lag: int, num_groups: int, num_in_flight: int, when_full: str
@@ -242,7 +242,7 @@ def test_pipeline_keeps_a_hard_bound(
     run.check_accounts()
 
 
-@example(slow_updates, max_lag=1, num_groups=1, updates="in_flight", num_in_flight=9)
+@example(world=slow_updates, max_lag=1, num_groups=1, updates="in_flight", num_in_flight=9)
 @given(worlds, st.integers(0, 5), batch_groups, st.sampled_from(["in_flight", "boundary"]), st.integers(1, 9))
 def test_bounded_keeps_its_bound(world: World, max_lag: int, num_groups: int, updates: str, num_in_flight: int) -> None:
     batch_size = num_groups * GROUP_SIZE

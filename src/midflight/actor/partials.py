@@ -1,7 +1,7 @@
 """The partial-rollout buffer: what the actor holds, in a SQLite file that outlives the process.
 
     rollouts   one row per rollout of an open group: what it is, without its tokens
-    tokens     its tokens in pieces, each written once: a long rollout costs as much per token as a short one
+    tokens     its tokens in pieces with checksums, each written once: a long rollout costs as much per token as a short one
     actor      one row: the actor's counts
 
 Every `save` is one transaction, so what is read back is the actor as it was at one moment. Killing the process loses
@@ -27,8 +27,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS actor (id INTEGER PRIMARY KEY CHECK (id = 0), state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS rollouts (rollout_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS tokens (
-    rollout_id INTEGER, start INTEGER, token_ids BLOB, logprobs BLOB, weight_versions BLOB,
-    PRIMARY KEY (rollout_id, start)
+    rollout_id INTEGER, start INTEGER, piece BLOB NOT NULL, PRIMARY KEY (rollout_id, start)
 ) WITHOUT ROWID;
 """
 # A rollout's progress but for its tokens: a row is written again only when this changes.
@@ -43,7 +42,7 @@ class PartialBuffer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rollouts, self._states = Codec(Rollout), Codec(ActorState)
+        self._rollouts, self._pieces, self._states = Codec(Rollout), Codec(GeneratedTokens), Codec(ActorState)
         self._saved: dict[RolloutId, tuple[_Progress, int]] = {}  # and the number of its tokens
         with self._errors():
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
@@ -56,10 +55,10 @@ class PartialBuffer:
         with self._errors():
             row = self._db.execute("SELECT state FROM actor").fetchone()
             records = self._db.execute("SELECT record FROM rollouts ORDER BY rollout_id").fetchall()
-        if row is None:
-            return None
-        rollouts = [self._with_tokens(self._rollouts.decode(record)) for (record,) in records]
-        return ActorCheckpoint(self._states.decode(row[0]), rollouts)
+            if row is None:
+                return None
+            rollouts = [self._with_tokens(self._rollouts.decode(record)) for (record,) in records]
+            return ActorCheckpoint(self._states.decode(row[0]), rollouts)
 
     def save(
         self,
@@ -98,30 +97,32 @@ class PartialBuffer:
             self._db.execute("INSERT OR REPLACE INTO rollouts VALUES (?, ?)", (rollout.rollout_id, record))
         new = tokens_of(rollout, num_tokens)
         if len(new):
-            arrays = (new.token_ids, new.logprobs, new.weight_versions)
-            blobs = [array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays]
-            self._db.execute("INSERT INTO tokens VALUES (?, ?, ?, ?, ?)", (rollout.rollout_id, num_tokens, *blobs))
+            piece = self._pieces.encode(new)
+            self._db.execute("INSERT INTO tokens VALUES (?, ?, ?)", (rollout.rollout_id, num_tokens, piece))
         return progress, num_tokens + len(new)
 
     def _with_tokens(self, rollout: Rollout) -> Rollout:
-        with self._errors():
-            pieces = self._db.execute(
-                "SELECT token_ids, logprobs, weight_versions FROM tokens WHERE rollout_id = ? ORDER BY start",
-                (rollout.rollout_id,),
-            ).fetchall()
-        token_ids, logprobs, weight_versions = (b"".join(blobs) for blobs in zip(*pieces, strict=True)) if pieces else (
-            b"", b"", b""
-        )  # fmt: skip
+        """Raises: StreamError if a piece is damaged, or one is missing before another."""
+        pieces, num_tokens = [GeneratedTokens.none()], 0
+        for start, message in self._db.execute(
+            "SELECT start, piece FROM tokens WHERE rollout_id = ? ORDER BY start", (rollout.rollout_id,)
+        ):
+            if start != num_tokens:
+                raise StreamError(f"rollout {rollout.rollout_id} lacks its tokens {num_tokens} to {start}")
+            pieces.append(self._pieces.decode(message))
+            num_tokens += len(pieces[-1])
         generated = GeneratedTokens(
-            np.frombuffer(token_ids, "<i4"), np.frombuffer(logprobs, "<f4"), np.frombuffer(weight_versions, "<i4")
+            np.concatenate([piece.token_ids for piece in pieces]),
+            np.concatenate([piece.logprobs for piece in pieces]),
+            np.concatenate([piece.weight_versions for piece in pieces]),
         )
         if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
-            return replace(rollout, status=RolloutStatus.PARTIAL, generated=generated, num_carried=len(generated))
+            return replace(rollout, status=RolloutStatus.PARTIAL, generated=generated, num_carried=num_tokens)
         return replace(rollout, generated=generated)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, StreamError) as error:
             raise StreamError(f"{self._path}: {error}") from error

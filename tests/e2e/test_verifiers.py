@@ -81,6 +81,16 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
     assert log.count(" failed: ") == 16
 
 
+def test_a_verifier_that_fails_at_held_out_problems_costs_those_only(tmp_path: Path) -> None:
+    held_out = ("eval.num_problems=24", "trainer.max_steps=1", "task.grading_timeout_s=0.5")
+    done, _ = train(tmp_path, "Sometimes", *held_out, expect=0)
+    summary = json.loads(done.stdout)
+    for when in ("eval_before", "eval_after"):
+        assert summary[when]["num_problems"] == 24
+        assert 0 < summary[when]["sampled_accuracy"] < 1
+    assert "held-out problem 5 was not graded: LookupError: no reference solution" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("verifier", "reason"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from midflight.protocols import Environment, Generator
+from midflight.protocols import Environment, Generator, Grader
 from midflight.types import FinishReason, GenerationRequest, Problem, RolloutId, SamplingParams
+
+_WAIT_SLICE_S = 0.2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class Evaluation:
 def evaluate(
     generator: Generator,
     environment: Environment,
+    grader: Grader,
     tokenizer: Any,
     sampling: SamplingParams,
     *,
@@ -37,7 +43,7 @@ def evaluate(
     hard_from: int,
     seed: int,
 ) -> Evaluation:
-    """One sampled and one greedy answer to each held-out problem."""
+    """One sampled and one greedy answer to each held-out problem; one without a grade is worth nothing."""
     problems = environment.held_out_problems(num_problems)
     prompts = [np.array(tokenizer.encode(problem.prompt), np.int32) for problem in problems]
 
@@ -46,13 +52,18 @@ def evaluate(
             [GenerationRequest(RolloutId(index), prompt, params, seed) for index, prompt in enumerate(prompts)]
         )
         rewards, lengths = np.zeros(len(problems)), np.zeros(len(problems))
-        while generator.num_in_flight:
-            for completion in generator.step():
+        while generator.num_in_flight or grader.num_pending:
+            for completion in generator.step() if generator.num_in_flight else ():
                 stopped = completion.finish_reason is FinishReason.STOP
                 token_ids = completion.generated.token_ids[: -1 if stopped else None]
                 problem = problems[completion.rollout_id]
-                rewards[completion.rollout_id] = environment.grade(problem, tokenizer.decode(token_ids)).reward
+                grader.submit(completion.rollout_id, problem, tokenizer.decode(token_ids))
                 lengths[completion.rollout_id] = len(completion.generated)
+            for graded in grader.results(0.0 if generator.num_in_flight else _WAIT_SLICE_S):
+                if graded.grade is None:
+                    logger.warning("held-out problem %d was not graded: %s", graded.rollout_id, graded.failure)
+                else:
+                    rewards[graded.rollout_id] = graded.grade.reward
         return rewards, float(lengths.mean())
 
     sampled, mean_length = answers(sampling)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
 
+from midflight.actor.grading_pool import GradingPool
 from midflight.config import Recipe
 from midflight.evals.evaluate import Evaluation, evaluate
 from midflight.launch.build import build_engine, build_sampling, num_threads
@@ -18,12 +20,15 @@ def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
     torch.set_num_threads(num_threads(None, colocated=True))
     tokenizer = load_tokenizer(path)
     engine = build_engine(recipe, load_config(path), weights_of(load_model(path)), num_rows=recipe.eval.num_in_flight)
-    return evaluate(
-        engine,
-        build_environment(recipe),
-        tokenizer,
-        build_sampling(recipe, tokenizer),
-        num_problems=recipe.eval.num_problems,
-        hard_from=recipe.eval.hard_from,
-        seed=recipe.run.seed,
-    )
+    make_environment = functools.partial(build_environment, recipe)
+    with GradingPool(make_environment, recipe.task.num_graders, recipe.task.grading_timeout_s) as grader:
+        return evaluate(
+            engine,
+            make_environment(),
+            grader,
+            tokenizer,
+            build_sampling(recipe, tokenizer),
+            num_problems=recipe.eval.num_problems,
+            hard_from=recipe.eval.hard_from,
+            seed=recipe.run.seed,
+        )

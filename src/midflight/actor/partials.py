@@ -1,7 +1,7 @@
 """The partial-rollout buffer: what the actor holds, in a SQLite file that outlives the process.
 
     rollouts   one row per rollout of an open group: what it is, without its tokens
-    tokens     its tokens in pieces with checksums, each written once: a long rollout costs as much per token as a short one
+    tokens     its tokens in pieces with checksums, each written once: a long rollout's cost as much as a short one's
     actor      one row: the actor's counts
 
 Every `save` is one transaction, so what is read back is the actor as it was at one moment. Killing the process loses

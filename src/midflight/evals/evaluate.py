@@ -45,6 +45,7 @@ def evaluate(
 ) -> Evaluation:
     """One sampled and one greedy answer to each held-out problem; one without a grade is worth nothing."""
     problems = environment.held_out_problems(num_problems)
+    failures: list[str] = []
     prompts = [np.array(tokenizer.encode(problem.prompt), np.int32) for problem in problems]
 
     def answers(params: SamplingParams) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
@@ -61,13 +62,15 @@ def evaluate(
                 lengths[completion.rollout_id] = len(completion.generated)
             for graded in grader.results(0.0 if generator.num_in_flight else _WAIT_SLICE_S):
                 if graded.grade is None:
-                    logger.warning("held-out problem %d was not graded: %s", graded.rollout_id, graded.failure)
+                    failures.append(graded.failure)
                 else:
                     rewards[graded.rollout_id] = graded.grade.reward
         return rewards, float(lengths.mean())
 
     sampled, mean_length = answers(sampling)
     greedy, _ = answers(replace(sampling, temperature=0.0))
+    if failures:
+        logger.warning("%d answers to held-out problems could not be graded; the last: %s", len(failures), failures[-1])
     hard = np.array([problem.difficulty >= hard_from for problem in problems])
     return Evaluation(
         num_problems=num_problems,

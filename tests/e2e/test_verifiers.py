@@ -15,7 +15,14 @@ import midflight
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
-SETTINGS = ("batch.batch_size=16", "batch.group_size=4", "schedule.num_in_flight=16", "eval.num_problems=0")
+SETTINGS = (
+    "batch.batch_size=16",
+    "batch.group_size=4",
+    "schedule.num_in_flight=16",
+    "eval.num_problems=0",
+    "engine.threads=1",
+    "trainer.threads=1",
+)
 
 # The problem's number decides what becomes of its responses, so that whole groups are bad and most are good.
 VERIFIERS = """

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast lint types base figures clean
+.PHONY: demo test test-fast kills lint types base figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
@@ -15,6 +15,10 @@ test: $(VENV)/.dev $(VENV)/.smollm2 lint types
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
+
+# Twenty runs that are killed at random moments, instead of the three in `make test`.
+kills: $(VENV)/.dev
+	MIDFLIGHT_KILL_RUNS=20 $(BIN)/python -m pytest tests/faults/test_run_kill.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

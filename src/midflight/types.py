@@ -278,6 +278,7 @@ class FleetView:
     num_batches: int  # batches handed to the trainer so far
     num_started: int  # rollouts, since the run began
     num_in_flight: int  # rollouts started whose own generation is not done
+    num_ungraded: int  # rollouts whose generation is done and that wait for their grades
     num_finished: int  # rollouts, since the run began
     most_versions_in_flight: int  # weight versions in the rollout in flight that has tokens of the most
     oldest_open_group: GroupId | None  # the earliest started group that is not finished

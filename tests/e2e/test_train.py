@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -137,35 +136,6 @@ def test_a_run_that_blows_up_ends_and_says_so(tmp_path: Path) -> None:
     assert summary["eval_after"] is None
     groups = summary["groups"]
     assert groups["started"] == sum(count for name, count in groups.items() if name != "started")
-
-
-@pytest.mark.parametrize("role", ["trainer", "rollout"])
-def test_a_killed_worker_ends_the_run_and_nothing_is_trained_twice(tmp_path: Path, role: str) -> None:
-    run = tmp_path / "run"
-    process = start(
-        "train", RECIPE, f"run.directory={run}", "trainer.max_steps=100000", "trainer.checkpoint_every=2", *SMALL
-    )
-    wait_for_steps(run, process, 5)
-    os.kill(worker_pid(process.pid, role), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1, stderr
-    assert f"the {role} process was killed by signal 9" in stderr
-    check_accounts(json.loads((run / "summary.json").read_text()))
-    done = midflight("train", run, "--resume", "trainer.max_steps=12", "--json", expect=0)
-    summary = json.loads(done.stdout)
-    assert summary["samples"] == summary["steps"] * 16
-    check_accounts(summary)
-    versions = [line["version"] for line in read_metrics(run / "metrics.jsonl")]
-    assert versions == list(range(1, summary["steps"] + 1))
-
-
-def worker_pid(supervisor: int, role: str) -> int:
-    """The log says which process writes it."""
-    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        for descriptor in Path(f"/proc/{child}/fd").iterdir():
-            if descriptor.resolve().name == f"{role}.log":
-                return int(child)
-    pytest.fail(f"no {role} process")
 
 
 needs_namespaces = pytest.mark.skipif(

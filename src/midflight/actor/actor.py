@@ -100,6 +100,7 @@ class Actor:
             num_batches=self._state.num_batches,
             num_started=self._num_started,
             num_in_flight=self.num_in_flight,
+            num_ungraded=self.num_ungraded,
             num_finished=self._num_finished,
             most_versions_in_flight=self._versions.most(version),
             oldest_open_group=min(self._open, default=None),

@@ -8,24 +8,42 @@ from numbers import Real
 from midflight.protocols import Environment
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
 
+_MAX_REASON = 500  # characters: it goes into a log line and, at worst, into the one line that ends the run
+
 
 def grade_response(environment: Environment, rollout_id: RolloutId, problem: Problem, response: str) -> GradedResponse:
-    """The environment's grade if it is one, else why not; never raises."""
+    """The environment's grade if it is one, else why not, in one line; never raises."""
     try:
         grade = environment.grade(problem, response)
         return GradedResponse(rollout_id, _checked(grade))
     except (Exception, SystemExit) as error:
-        return GradedResponse(rollout_id, None, f"{type(error).__name__}: {error}")
+        return GradedResponse(rollout_id, None, _reason(error))
 
 
 def _checked(grade: object) -> Grade:
     """Raises: TypeError, ValueError."""
     if not isinstance(grade, Grade):
         raise TypeError(f"grade() returned a {type(grade).__name__}, not a Grade")
-    values = {"reward": grade.reward, **grade.components}
-    for name, value in values.items():
-        if not isinstance(value, Real):
-            raise TypeError(f"the {name} is a {type(value).__name__}, not a number")
-        if not math.isfinite(value):
-            raise ValueError(f"the {name} is {value}")
-    return Grade(float(grade.reward), {name: float(value) for name, value in grade.components.items()})
+    components = {}
+    for name, value in grade.components.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a component is named {name!r}, which is no string")
+        components[name] = _number(f"component {name!r}", value)
+    return Grade(_number("reward", grade.reward), components)
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"the {name} is a {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the {name} is {number}")
+    return number
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # their own exception, which cannot even say what it is
+        text = "(it has no text)"
+    return f"{type(error).__name__}: {text}"[:_MAX_REASON]

@@ -8,14 +8,21 @@ results   waits for: a result, a death,           waits for: the next ones
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
+import socket
+import struct
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import NamedTuple
 
@@ -24,9 +31,11 @@ from midflight.errors import RolloutError
 from midflight.protocols import Environment
 from midflight.types import GradedResponse, Problem, RolloutId
 
-# Handed over at once: saves messages, yet holds few responses up behind a slow one, and their results fit the pipe.
+# Handed over at once: saves messages, yet holds few responses up behind a slow one, and all that fits the pipe.
 _MAX_AT_ONCE = 32
-# A process that dies may have been killed by somebody else; a response that kills it twice is to blame.
+_MAX_CHARACTERS_AT_ONCE = 32_768
+_MAX_STALL_S = 1.0  # what does not fit the pipe waits so long for a process that should be reading, and is not
+# A process that dies may have been killed by somebody else; what it is at twice when it dies is to blame.
 _MAX_ATTEMPTS = 2
 _MAX_TIMEOUTS_IN_A_ROW = 8  # each costs its full time, so a verifier that only hangs must end the run soon
 _START_TIMEOUT_S = 300.0  # an environment may load a dataset first
@@ -44,20 +53,32 @@ class _Job(NamedTuple):
 class GradingPool:
     """Implements Grader with `num_processes` processes, each with an environment of its own from `make_environment`.
 
-    A verifier that takes longer than `timeout_s` is killed and its rollout fails; so does one that ends its process.
-    Raises: RolloutError from `results` if the environment cannot be made there, or nothing but timeouts comes back.
+    A verifier that takes longer than `timeout_s` is killed, with the processes it has started, and its rollout fails;
+    so does the rollout of one that ends its process.
+    Raises: RolloutError if the environment cannot be made there, or nothing but timeouts comes back.
     """
 
     def __init__(self, make_environment: Callable[[], Environment], num_processes: int, timeout_s: float) -> None:
         self._make_environment, self._timeout_s = make_environment, timeout_s
         self._queue: deque[_Job] = deque()
+        self._done: list[GradedResponse] = []
         self._num_pending = 0
-        self._timeouts_in_a_row = 0
+        self._timeouts_in_a_row = self._deaths_at_start = 0
         self._workers = [_Worker(make_environment) for _ in range(num_processes)]
 
     @property
     def num_pending(self) -> int:
         return self._num_pending
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait for every process to have its environment; whether they do."""
+        deadline_s = time.monotonic() + timeout_s
+        while not all(worker.ready for worker in self._workers):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._turn(left_s)
+        return True
 
     def submit(self, rollout_id: RolloutId, problem: Problem, response: str) -> None:
         self._queue.append(_Job(rollout_id, problem, response))
@@ -66,9 +87,11 @@ class GradingPool:
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         """What has been graded since the last call; waits up to `timeout_s` for the first."""
         deadline_s = time.monotonic() + timeout_s
-        results = self._turn(0.0)
-        while self._num_pending and not results and (left_s := deadline_s - time.monotonic()) > 0:
-            results = self._turn(left_s)
+        self._turn(0.0)
+        while self._num_pending and not self._done and (left_s := deadline_s - time.monotonic()) > 0:
+            self._turn(left_s)
+        results, self._done = self._done, []
+        self._num_pending -= len(results)
         return results
 
     def close(self) -> None:
@@ -83,7 +106,7 @@ class GradingPool:
     ) -> None:
         self.close()
 
-    def _turn(self, timeout_s: float) -> list[GradedResponse]:
+    def _turn(self, timeout_s: float) -> None:
         """Hand over, wait once, take in."""
         self._dispatch()
         next_deadline_s = min(worker.deadline_s for worker in self._workers)
@@ -91,32 +114,41 @@ class GradingPool:
             [source for worker in self._workers for source in worker.sources()],
             max(0.0, min(timeout_s, next_deadline_s - time.monotonic())),
         )
-        results: list[GradedResponse] = []
         for index, worker in enumerate(self._workers):
-            results += worker.receive(self._timeout_s)
-            if results:
+            # Results that are there count, however late they were looked at and whatever came of the process since.
+            died = worker.is_dead()
+            answers = worker.receive(self._timeout_s)
+            if answers:
                 self._timeouts_in_a_row = 0
-            # Results that are there count, however late they were looked at.
-            if worker.is_dead() or time.monotonic() >= worker.deadline_s:
-                results += self._replace(index)
-        self._num_pending -= len(results)
+            if worker.ready:
+                self._deaths_at_start = 0
+            self._done += answers
+            if died or time.monotonic() >= worker.deadline_s:
+                self._done += self._replace(index, died)
         self._dispatch()
-        return results
 
     def _dispatch(self) -> None:
-        idle = [worker for worker in self._workers if worker.is_idle()]
-        for num_left, worker in zip(range(len(idle), 0, -1), idle, strict=True):
-            num_jobs = min(_MAX_AT_ONCE, -(-len(self._queue) // num_left))
-            if num_jobs:
-                worker.send([self._queue.popleft() for _ in range(num_jobs)], self._timeout_s)
+        # A share each, also for those that are busy or starting: a hang holds up all that was handed over with it.
+        num_jobs = min(_MAX_AT_ONCE, -(-len(self._queue) // len(self._workers)))
+        for worker in self._workers:
+            if self._queue and worker.is_idle():
+                worker.send(self._next_jobs(num_jobs), self._timeout_s)
 
-    def _replace(self, index: int) -> list[GradedResponse]:
+    def _next_jobs(self, num_jobs: int) -> list[_Job]:
+        jobs: list[_Job] = []
+        num_characters = 0
+        while self._queue and len(jobs) < num_jobs and num_characters < _MAX_CHARACTERS_AT_ONCE:
+            job = self._queue.popleft()
+            jobs.append(job)
+            num_characters += len(job.response)
+        return jobs
+
+    def _replace(self, index: int, died: bool) -> list[GradedResponse]:
         """A new process for one that died or is late; the response it was at is to blame, or is tried once more."""
         worker = self._workers[index]
-        died = worker.is_dead()
         worker.kill()
         if not worker.ready:
-            raise RolloutError(f"a process that grades ended before it was ready ({worker.how_it_ended()})")
+            self._note_bad_start(worker, died)
         self._workers[index] = _Worker(self._make_environment)
         if not worker.jobs:
             return []
@@ -128,6 +160,13 @@ class GradingPool:
             self._queue.appendleft(job._replace(num_deaths=job.num_deaths + 1))
             return []
         return [GradedResponse(job.rollout_id, None, f"the verifier ended its process ({worker.how_it_ended()})")]
+
+    def _note_bad_start(self, worker: _Worker, died: bool) -> None:
+        if not died:
+            raise RolloutError(f"the environment could not be made in {_START_TIMEOUT_S:g} s in a process that grades")
+        self._deaths_at_start += 1
+        if self._deaths_at_start >= _MAX_ATTEMPTS:
+            raise RolloutError(f"a process that grades ended before it was ready ({worker.how_it_ended()})")
 
     def _timed_out(self, job: _Job) -> GradedResponse:
         self._timeouts_in_a_row += 1
@@ -143,22 +182,27 @@ class _Worker:
     def __init__(self, make_environment: Callable[[], Environment]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_grade_until_closed, args=(make_environment, theirs), daemon=True)
+        _limit_stalls(self._connection)
+        # Not a daemon in multiprocessing's sense: those must not start processes, and a verifier may have to.
+        self._process = spawn.Process(target=_grade_until_closed, args=(make_environment, theirs))
         self._process.start()
         theirs.close()
         self.ready = False
         self.jobs: deque[_Job] = deque()  # handed over and not answered, in order
         self.deadline_s = time.monotonic() + _START_TIMEOUT_S
-        self._closed = False
+        self._closed = False  # nothing more will come from it
+        # Also for a pool that nobody closed: the interpreter would wait for its processes before it ends.
+        self._kill = Finalize(self, _kill_group, (self._process,), exitpriority=0)
 
     def sources(self) -> list[Connection | int]:
-        return [self._connection, self._process.sentinel]
+        """What to wait for. A verifier may close the connection and go on: only the end of the process counts then."""
+        return [self._process.sentinel] if self._closed else [self._connection, self._process.sentinel]
 
     def is_idle(self) -> bool:
         return self.ready and not self.jobs and not self._closed
 
     def is_dead(self) -> bool:
-        return self._closed
+        return self._process.exitcode is not None
 
     def how_it_ended(self) -> str:
         exit_code = self._process.exitcode
@@ -170,8 +214,8 @@ class _Worker:
         self.deadline_s = time.monotonic() + timeout_s
         try:
             self._connection.send(jobs)
-        except OSError:  # it has just died, which `receive` will find out
-            return
+        except OSError:  # it has just died, or a thread that a verifier left behind keeps it from reading
+            self._closed = True
 
     def receive(self, timeout_s: float) -> list[GradedResponse]:
         """The answers that are there.
@@ -180,7 +224,7 @@ class _Worker:
         """
         answers: list[GradedResponse] = []
         try:
-            while self._connection.poll():
+            while not self._closed and self._connection.poll():
                 match self._connection.recv():
                     case (str(kind), str(text)) if kind == _BROKEN:
                         raise RolloutError(f"the environment cannot be made in a process that grades: {text}")
@@ -192,21 +236,35 @@ class _Worker:
                 self.deadline_s = time.monotonic() + timeout_s if self.jobs else float("inf")
         except (EOFError, OSError):
             self._closed = True
+            self.deadline_s = min(self.deadline_s, time.monotonic() + timeout_s)
         return answers
 
     def kill(self) -> None:
-        died = self._closed
-        if not died:
-            self._process.kill()
+        self._kill()
         self._process.join()
         self._connection.close()
-        self._closed = True
+
+
+def _limit_stalls(connection: Connection) -> None:
+    """No read or write of half a message waits for ever; it is an OSError then."""
+    limit = struct.pack("ll", int(_MAX_STALL_S), 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _kill_group(process: BaseProcess) -> None:
+    """It and what its verifiers have started; it leads the group from when it begins to run."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _grade_until_closed(make_environment: Callable[[], Environment], connection: Connection) -> None:
     """The body of a grading process. What a verifier prints goes to the log of the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.setpgrp()  # Ctrl-C in a terminal does not reach it either; the run decides what that means
+    _end_with_parent()
     try:
         environment = make_environment()
     except Exception as error:
@@ -223,8 +281,20 @@ def _grade_until_closed(make_environment: Callable[[], Environment], connection:
 
 
 def _end_with_parent() -> None:
-    """A verifier that hangs must not outlive a run that was killed."""
+    """A verifier that hangs must not outlive a run that was killed.
+
+    On Linux the kernel sees to that: beside a function in C that keeps the interpreter's lock no thread runs.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+    if sys.platform == "linux":
+        sentinel = parent.sentinel
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def wait_for_its_end() -> None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait_for_its_end, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,9 @@ import numpy as np
 from midflight.protocols import Environment, Generator, Grader
 from midflight.types import FinishReason, GenerationRequest, Problem, RolloutId, SamplingParams
 
-_WAIT_SLICE_S = 1.0
+_WAIT_SLICE_S = 0.2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,14 @@ def evaluate(
     """
     problems = environment.held_out_problems(num_problems)
     prompts = [np.array(tokenizer.encode(problem.prompt), np.int32) for problem in problems]
+    failures: list[str] = []
 
     def answers(params: SamplingParams) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
-        """The reward of each answer, NaN if it has none, and their mean length."""
+        """The reward of each answer, 0 if it has no grade, and their mean length."""
         generator.add(
             [GenerationRequest(RolloutId(index), prompt, params, seed) for index, prompt in enumerate(prompts)]
         )
-        rewards, lengths = np.full(len(problems), np.nan), np.zeros(len(problems))
+        rewards, lengths = np.zeros(len(problems)), np.zeros(len(problems))
         while generator.num_in_flight or grader.num_pending:
             for completion in generator.step():
                 stopped = completion.finish_reason is FinishReason.STOP
@@ -61,15 +65,17 @@ def evaluate(
                 problem = problems[completion.rollout_id]
                 grader.submit(completion.rollout_id, problem, tokenizer.decode(token_ids))
                 lengths[completion.rollout_id] = len(completion.generated)
-            for graded in grader.results(timeout_s=0.0 if generator.num_in_flight else _WAIT_SLICE_S):
-                if graded.grade is not None:
+            for graded in grader.results(0.0 if generator.num_in_flight else _WAIT_SLICE_S):
+                if graded.grade is None:
+                    failures.append(graded.failure)
+                else:
                     rewards[graded.rollout_id] = graded.grade.reward
         return rewards, float(lengths.mean())
 
     sampled, mean_length = answers(sampling)
     greedy, _ = answers(replace(sampling, temperature=0.0))
-    num_ungraded = int(np.isnan(sampled).sum() + np.isnan(greedy).sum())
-    sampled, greedy = np.nan_to_num(sampled), np.nan_to_num(greedy)
+    if failures:
+        logger.warning("%d answers to held-out problems could not be graded; the last: %s", len(failures), failures[-1])
     hard = np.array([problem.difficulty >= hard_from for problem in problems])
     return Evaluation(
         num_problems=num_problems,
@@ -80,7 +86,7 @@ def evaluate(
         num_hard_problems=int(hard.sum()),
         sampled_accuracy_hard=float(sampled[hard].mean()) if hard.any() else None,
         mean_length=mean_length,
-        num_ungraded=num_ungraded,
+        num_ungraded=len(failures),
     )
 
 

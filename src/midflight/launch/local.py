@@ -7,6 +7,7 @@ unblocked by   either; the view is refreshed every REFRESH_S
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -48,6 +49,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
     """
     ended_early: MidflightError | None = None
     with run.locked():
+        run.wait_for_workers(functools.partial(console.print, soft_wrap=True))
         eval_before = _previous_evaluation(run) or _evaluate(recipe, recipe.model.path, "before", console)
         try:
             _train(recipe, run, console)
@@ -78,9 +80,9 @@ def _evaluate(recipe: Recipe, model: Path | None, when: str, console: Any) -> di
 
 
 def _train(recipe: Recipe, run: RunDirectory, console: Any) -> None:
-    with _weights_file() as weights_path, LiveView(recipe.trainer.max_steps, console) as view:
+    with _weights_directory() as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
         tail = MetricsTail(run.metrics)
-        workers = _Workers(recipe, run, weights_path)
+        workers = _Workers(recipe, run, weights_directory)
         try:
             with _interrupt_on_sigterm():
                 workers.start()
@@ -98,14 +100,14 @@ def _train(recipe: Recipe, run: RunDirectory, console: Any) -> None:
 class _Workers:
     """The two processes. The trainer decides when the run is over; whatever happens, both are stopped."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, weights_path: Path) -> None:
+    def __init__(self, recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._run = run
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
         for role, body in _ROLES.items():
             ours, theirs = spawn.Pipe()
-            context = WorkerContext(recipe, run, weights_path, theirs, os.getpid())
+            context = WorkerContext(recipe, run, weights_directory, theirs, os.getpid())
             self._processes[role] = spawn.Process(target=run_worker, args=(body, role, context), name=role)
             self._connections[role] = ours
         self._ready: set[str] = set()
@@ -185,12 +187,12 @@ class _Workers:
 
 
 @contextlib.contextmanager
-def _weights_file() -> Iterator[Path]:
+def _weights_directory() -> Iterator[Path]:
     """A place for the shared weights: in memory where the system has such a directory."""
     shared_memory = Path("/dev/shm")
     parent = shared_memory if shared_memory.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="midflight-", dir=parent) as directory:
-        yield Path(directory) / "weights"
+        yield Path(directory)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from midflight.config import Recipe, dump_recipe, load_recipe
 from midflight.errors import RecipeError, RunDirectoryError
 
+_STOP_TIMEOUT_S = 60.0  # a worker may be at a long optimizer step, or at a checkpoint
+_POLL_S = 0.05
 # What may differ when a run goes on; the rest decides which problems and batches there are.
 _RESUMABLE = {"trainer", "engine", "eval"}
 
@@ -52,6 +55,10 @@ class RunDirectory:
     def rejected_batches(self) -> Path:
         return self.path / "logs" / "rejected"
 
+    @property
+    def _worker_lock(self) -> Path:
+        return self.path / ".workers.lock"
+
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"
 
@@ -67,6 +74,36 @@ class RunDirectory:
             except BlockingIOError as error:
                 raise RunDirectoryError(f"{self.path} is in use by another run") from error
             yield
+
+    @contextlib.contextmanager
+    def worker_locked(self) -> Iterator[None]:
+        """What a worker holds while it lives: it may outlive its supervisor by a moment."""
+        with self._worker_lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
+
+    def wait_for_workers(self, say: Callable[[str], object]) -> None:
+        """Until no worker of an earlier supervisor is left, which must not write beside those of this one.
+
+        Raises: RunDirectoryError if one does not end.
+        """
+        deadline_s: float | None = None
+        with self._worker_lock.open("w") as lock:
+            while not _try_lock(lock):
+                if deadline_s is None:
+                    say("waiting for the processes of an earlier run in this directory to stop")
+                    deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+                if time.monotonic() >= deadline_s:
+                    raise RunDirectoryError(f"{self.path} is in use: processes of an earlier run in it do not stop")
+                time.sleep(_POLL_S)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def create_run(recipe: Recipe) -> RunDirectory:

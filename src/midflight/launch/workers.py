@@ -5,7 +5,9 @@ A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("d
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -55,13 +57,25 @@ class WorkerContext:
 
     recipe: Recipe
     run: RunDirectory
-    weights_path: Path
+    weights_directory: Path
     supervisor: Connection
     supervisor_pid: int
 
     def should_stop(self) -> bool:
         """Asked to, or nobody is left to ask."""
-        return _stop_requested or os.getppid() != self.supervisor_pid
+        return _stop_requested or self.is_orphan()
+
+    def is_orphan(self) -> bool:
+        """Whether the supervisor was killed."""
+        return os.getppid() != self.supervisor_pid
+
+    @property
+    def weights_path(self) -> Path:
+        return self.weights_directory / "weights"
+
+    def tell(self, *message: object) -> None:
+        with contextlib.suppress(OSError):  # a supervisor that was killed hears nothing
+            self.supervisor.send(message)
 
 
 _stop_requested = False
@@ -74,18 +88,28 @@ def run_worker(body: Callable[[WorkerContext], None], role: str, context: Worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _request_stop)
     torch.set_num_interop_threads(1)
+    with context.run.worker_locked():
+        try:
+            if not context.is_orphan():  # or the run may have gone on without it before it took the lock
+                _run(body, role, context)
+        finally:
+            if context.is_orphan():  # nobody else is left to remove them; the other worker may be at it too
+                shutil.rmtree(context.weights_directory, ignore_errors=True)
+
+
+def _run(body: Callable[[WorkerContext], None], role: str, context: WorkerContext) -> None:
     try:
         body(context)
     except MidflightError as error:
         traceback.print_exc()
-        context.supervisor.send(("failed", error.exit_code, str(error)))
+        context.tell("failed", error.exit_code, str(error))
         sys.exit(error.exit_code)
     except Exception as error:
         traceback.print_exc()
         text = f"the {role} process failed: {type(error).__name__}: {error} (see {context.run.log(role)})"
-        context.supervisor.send(("failed", 1, text))
+        context.tell("failed", 1, text)
         sys.exit(1)
-    context.supervisor.send(("done",))
+    context.tell("done")
 
 
 def trainer_body(context: WorkerContext) -> None:
@@ -130,6 +154,9 @@ def rollout_body(context: WorkerContext) -> None:
         actor_config = build_actor_config(recipe, tokenizer)
         actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
         loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer, partials)
+        while not grader.wait_until_ready(_WAIT_SLICE_S):
+            if context.should_stop():
+                raise SystemExit(0)
         _start_together(context)
         with tracer.span("wait"):
             _catch_up(engine, receiver, checkpoint, context)
@@ -180,11 +207,14 @@ def _tracer(run: RunDirectory, role: str) -> Tracer:
 
 def _start_together(context: WorkerContext) -> None:
     """So that the clock of the run starts when both sides are set up."""
-    context.supervisor.send(("ready",))
+    context.tell("ready")
     while not context.supervisor.poll(_WAIT_SLICE_S):
         if context.should_stop():
             raise SystemExit(0)
-    context.supervisor.recv()
+    try:
+        context.supervisor.recv()
+    except (EOFError, OSError):
+        raise SystemExit(0) from None
 
 
 def _wait_for_weights(receiver: SharedMemoryReceiver, version: int, context: WorkerContext) -> None:

@@ -40,8 +40,9 @@ class PipelineSchedule:
 
     def num_to_admit(self, fleet: FleetView) -> int:
         free = self.num_in_flight - fleet.num_in_flight
-        if self.when_full == "block":
-            free -= max(0, self._num_waiting(fleet) - self.max_waiting)
+        # Those that wait for grades are never dropped: a verifier slower than generation has to slow it down.
+        waiting = fleet.num_ungraded + (self._num_waiting(fleet) if self.when_full == "block" else 0)
+        free -= max(0, waiting - self.max_waiting)
         if self.max_lag is not None:
             free = min(free, (fleet.version + self.max_lag + 1) * self.batch_size - fleet.num_started)
         return max(0, free)

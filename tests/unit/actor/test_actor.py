@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -220,3 +221,17 @@ def test_what_was_not_graded_when_the_process_ended_is_graded_by_the_next() -> N
     second.collect_grades()
     assert generator.num_in_flight == 0
     assert [group.group_id for group in chosen_groups(second)] == [0, 1]
+
+
+@pytest.mark.parametrize("when_full", ["block", "drop_oldest"])
+def test_a_verifier_slower_than_generation_slows_it_down(when_full: Literal["block", "drop_oldest"]) -> None:
+    """Grades that do not come: rollouts wait for them, as many as may wait for training and no more."""
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=12, when_full=when_full)
+    environment = CountingEnvironment()
+    grader = ImmediateGrader(environment, delay_of=lambda _: 1000)
+    actor = Actor(CONFIG, ScriptedGenerator(lambda _: 3), schedule, environment, grader, DigitTokenizer())
+    run(actor, 100)
+    assert actor.fleet(0).num_in_flight == 0
+    assert 12 <= actor.num_ungraded <= 12 + 8
+    run(actor, 1000)
+    assert actor.fleet(0).num_finished > 12

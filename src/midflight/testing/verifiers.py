@@ -1,0 +1,142 @@
+"""An environment whose verifier does what the response tells it to: for testing what grades responses."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from midflight.types import Grade, Problem
+
+
+class ObedientEnvironment:
+    """A response is the name of something that a verifier may do, a space, and an argument."""
+
+    def __init__(self, error: str = "", pid_file: str = "", hang_unless: str = "") -> None:
+        """Raises `error`, notes its process in `pid_file`, hangs the first time that there is no file `hang_unless`."""
+        if error:
+            raise ValueError(error)
+        if pid_file:
+            _append(pid_file, os.getpid())
+        if hang_unless:
+            _sleep_once(hang_unless)
+
+    def problem(self, index: int) -> Problem:
+        return Problem(str(index), prompt=str(index), answer="")
+
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        return [self.problem(-1 - index) for index in range(num_problems)]
+
+    def grade(self, problem: Problem, response: str) -> Grade:
+        name, _, argument = response.partition(" ")
+        result: Grade = _DEEDS[name](argument)
+        return result
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("an error within an error")
+
+
+def _raise(text: str) -> None:
+    raise ZeroDivisionError(text)
+
+
+def _raise_unspeakable(_: str) -> None:
+    raise UnspeakableError
+
+
+def _sleep(pid_file: str) -> None:
+    if pid_file:
+        _append(pid_file, os.getpid())
+    while True:
+        time.sleep(60)
+
+
+def _sleep_once(pid_file: str) -> Grade:
+    if not os.path.exists(pid_file):
+        _sleep(pid_file)
+    return Grade(1.0)
+
+
+def _spin(pid_file: str) -> None:
+    """In C, with the interpreter's lock held: no signal handler and no thread of this process ever runs again."""
+    if pid_file:
+        _append(pid_file, os.getpid())
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def _close_everything(_: str) -> None:
+    os.closerange(3, 1024)
+    _sleep("")
+
+
+def _leave_a_child(pid_file: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    _append(pid_file, child.pid)
+    _sleep("")
+
+
+def _square(number: int, out: Any) -> None:
+    out.send(number * number)
+
+
+def _square_in_a_process(number: str) -> Grade:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_square, args=(int(number), theirs))
+    process.start()
+    squared = ours.recv()
+    process.join()
+    return Grade(float(squared))
+
+
+def _print(num_lines: str) -> Grade:
+    for line in range(int(num_lines)):
+        print("thinking", line)
+        print("about", line, file=sys.stderr)
+    os.write(1, b"\xff\x00 not even text\n")
+    return Grade(1.0)
+
+
+def _append(path: str, pid: int) -> None:
+    with open(path, "a") as file:
+        file.write(f"{pid}\n")
+
+
+_DEEDS: dict[str, Callable[[str], Any]] = {
+    "reward": lambda argument: Grade(float(argument)),
+    "length": lambda argument: Grade(float(len(argument))),
+    "pid": lambda _: Grade(1.0, {"pid": os.getpid()}),
+    "many_components": lambda count: Grade(1.0, {f"component {index}": index for index in range(int(count))}),
+    "raise": _raise,
+    "raise_long": lambda length: _raise("x" * int(length)),
+    "raise_lines": lambda _: _raise("one\ntwo\n\n  three"),
+    "raise_unspeakable": _raise_unspeakable,
+    "nan": lambda _: Grade(math.nan),
+    "inf": lambda _: Grade(-math.inf),
+    "reward_of_text": lambda _: Grade("high"),  # type: ignore[arg-type]
+    "hidden_nan": lambda _: Grade(math.nan, {"reward": 1.0}),
+    "text": lambda _: "good",
+    "none": lambda _: None,
+    "component_of_text": lambda _: Grade(1.0, {"style": "fine"}),  # type: ignore[dict-item]
+    "nan_component": lambda _: Grade(1.0, {"style": math.nan}),
+    "component_without_name": lambda _: Grade(1.0, {7: 1.0}),  # type: ignore[dict-item]
+    "no_components": lambda _: Grade(1.0, None),  # type: ignore[arg-type]
+    "system_exit": lambda code: sys.exit(int(code)),
+    "sleep": _sleep,
+    "sleep_once": _sleep_once,
+    "spin": _spin,
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "end": lambda code: os._exit(int(code)),
+    "close_everything": _close_everything,
+    "leave_a_child": _leave_a_child,
+    "square": _square_in_a_process,
+    "print": _print,
+}

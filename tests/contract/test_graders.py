@@ -1,0 +1,114 @@
+"""What every grader promises: each response comes back once, with a grade or with the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from midflight.actor.grading_pool import GradingPool
+from midflight.protocols import Grader
+from midflight.testing.fakes import ImmediateGrader
+from midflight.testing.verifiers import ObedientEnvironment
+from midflight.types import Grade, GradedResponse, Problem, RolloutId
+
+TIMEOUT_S = 60.0
+PROBLEM = Problem("0", "0", "0")
+
+
+@pytest.fixture(scope="module", params=["immediate", "pool"])
+def grader(request: pytest.FixtureRequest) -> Iterator[Grader]:
+    """One for all tests: each leaves it with nothing pending."""
+    if request.param == "immediate":
+        yield ImmediateGrader(ObedientEnvironment())
+        return
+    with GradingPool(ObedientEnvironment, num_processes=2, timeout_s=TIMEOUT_S) as pool:
+        yield pool
+
+
+def graded(grader: Grader, responses: list[str]) -> list[GradedResponse]:
+    """What came of the responses, in their order; each exactly once."""
+    for index, response in enumerate(responses):
+        grader.submit(RolloutId(index), PROBLEM, response)
+    assert grader.num_pending == len(responses)
+    results: list[GradedResponse] = []
+    while grader.num_pending:
+        new = grader.results(TIMEOUT_S)
+        assert new, "nothing came"
+        results += new
+        assert grader.num_pending == len(responses) - len(results)
+    assert grader.results() == []
+    assert sorted(result.rollout_id for result in results) == list(range(len(responses)))
+    return sorted(results, key=lambda result: result.rollout_id)
+
+
+def test_every_response_comes_back_once_with_its_own_grade(grader: Grader) -> None:
+    results = graded(grader, [f"reward {index / 8}" for index in range(500)])
+    assert results == [GradedResponse(RolloutId(index), Grade(index / 8)) for index in range(500)]
+
+
+def test_nothing_submitted_is_nothing_graded(grader: Grader) -> None:
+    assert grader.num_pending == 0
+    assert grader.results() == []
+    assert grader.results(60.0) == [], "there is nothing to wait for"
+
+
+def test_what_is_submitted_between_results_comes_back_too(grader: Grader) -> None:
+    returned: list[int] = []
+    for index in range(100):
+        grader.submit(RolloutId(index), PROBLEM, "reward 1")
+        returned += [result.rollout_id for result in grader.results()]
+    while grader.num_pending:
+        returned += [result.rollout_id for result in grader.results(TIMEOUT_S)]
+    assert sorted(returned) == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raise no such verifier", "ZeroDivisionError: no such verifier"),
+        ("raise_lines", "ZeroDivisionError: one two three"),
+        ("raise_unspeakable", "UnspeakableError: (it has no text)"),
+        ("no_such_deed", "KeyError: 'no_such_deed'"),
+        ("nan", "ValueError: the reward is nan"),
+        ("inf", "ValueError: the reward is -inf"),
+        ("hidden_nan", "ValueError: the reward is nan"),
+        ("reward_of_text", "TypeError: the reward is a str, not a number"),
+        ("text", "TypeError: grade() returned a str, not a Grade"),
+        ("none", "TypeError: grade() returned a NoneType, not a Grade"),
+        ("component_of_text", "TypeError: the component 'style' is a str, not a number"),
+        ("nan_component", "ValueError: the component 'style' is nan"),
+        ("component_without_name", "TypeError: a component is named 7, which is no string"),
+        ("no_components", "AttributeError: 'NoneType' object has no attribute 'items'"),
+        ("system_exit 3", "SystemExit: 3"),
+    ],
+)
+def test_what_is_no_grade_is_a_reason_and_costs_nothing_else(grader: Grader, response: str, reason: str) -> None:
+    before, bad, after = graded(grader, ["reward 1", response, "reward 0"])
+    assert (before.grade, after.grade) == (Grade(1.0), Grade(0.0))
+    assert bad == GradedResponse(RolloutId(1), None, reason)
+
+
+def test_a_reason_is_no_longer_than_a_log_can_bear(grader: Grader) -> None:
+    (result,) = graded(grader, [f"raise_long {10**7}"])
+    assert result.grade is None
+    assert result.failure.startswith("ZeroDivisionError: xxx")
+    assert len(result.failure) == 500
+
+
+def test_responses_and_grades_may_be_large(grader: Grader) -> None:
+    lengths = [10**6 + index for index in range(8)]
+    large = graded(grader, [f"length {'é' * length}" for length in lengths])
+    assert [result.grade for result in large] == [Grade(float(length)) for length in lengths]
+    many = graded(grader, ["many_components 20000"] * 8)
+    assert all(result.grade and len(result.grade.components) == 20_000 for result in many)
+
+
+def test_a_verifier_may_print(grader: Grader) -> None:
+    results = graded(grader, ["print 2000", "reward 1"])
+    assert [result.grade for result in results] == [Grade(1.0), Grade(1.0)]
+
+
+def test_a_verifier_may_use_processes_of_its_own(grader: Grader) -> None:
+    results = graded(grader, ["square 7", "square 8"])
+    assert [result.grade for result in results] == [Grade(49.0), Grade(64.0)]

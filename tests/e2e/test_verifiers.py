@@ -1,0 +1,116 @@
+"""A user's own verifier that misbehaves, from the command line: it costs its groups, or ends the run with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import midflight
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+SETTINGS = (
+    "batch.batch_size=16",
+    "batch.group_size=4",
+    "schedule.num_in_flight=16",
+    "eval.num_problems=0",
+    "engine.threads=1",
+    "trainer.threads=1",
+)
+
+# The problem's number decides what becomes of its responses, so that whole groups are bad and most are good.
+VERIFIERS = """
+import time
+from midflight.envs.chain_sums import ChainSums
+from midflight.types import Grade
+
+class Sometimes(ChainSums):
+    def grade(self, problem, response):
+        match int(problem.problem_id.rpartition("/")[2]):
+            case 3:
+                time.sleep(1000)
+            case 5:
+                raise LookupError("no reference solution")
+            case 7:
+                return Grade(float("nan"))
+            case 9:
+                return "correct"
+        return super().grade(problem, response)
+
+class AlwaysRaises(ChainSums):
+    def grade(self, problem, response):
+        raise ConnectionError("the sandbox\\n  is down")
+
+class AlwaysHangs(ChainSums):
+    def grade(self, problem, response):
+        time.sleep(1000)
+"""
+
+
+def train(tmp_path: Path, verifier: str, *arguments: str, expect: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+    (tmp_path / "verifiers.py").write_text(VERIFIERS)
+    run = tmp_path / "run"
+    task = (f"task.type=verifiers:{verifier}", f"run.directory={run}")
+    done = subprocess.run(
+        [sys.executable, "-m", "midflight", "train", str(RECIPE), *task, *SETTINGS, *arguments, "--json"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(midflight.__file__).parents[1])])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == expect, done.stderr
+    return done, run
+
+
+def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why(tmp_path: Path) -> None:
+    done, run = train(tmp_path, "Sometimes", "trainer.max_steps=6", "task.grading_timeout_s=0.5", expect=0)
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 6
+    assert summary["samples"] == 6 * 16
+    groups = summary["groups"]
+    assert groups["failed"] == 4
+    assert groups["trained"] == 6 * 4
+    assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
+    log = (run / "logs" / "rollout.log").read_text()
+    for group, reason in {
+        3: "the verifier took longer than task.grading_timeout_s = 0.5",
+        5: "LookupError: no reference solution",
+        7: "ValueError: the reward is nan",
+        9: "TypeError: grade() returned a str, not a Grade",
+    }.items():
+        assert log.count(f"of group {group} failed: {reason}") == 4
+    assert log.count(" failed: ") == 16
+
+
+def test_a_verifier_that_fails_at_held_out_problems_costs_those_only(tmp_path: Path) -> None:
+    held_out = ("eval.num_problems=24", "trainer.max_steps=1", "task.grading_timeout_s=0.5")
+    done, _ = train(tmp_path, "Sometimes", *held_out, expect=0)
+    summary = json.loads(done.stdout)
+    for when in ("eval_before", "eval_after"):
+        assert summary[when]["num_problems"] == 24
+        assert 0 < summary[when]["sampled_accuracy"] < 1
+    warnings = [line for line in done.stderr.splitlines() if "held-out" in line]
+    assert len(warnings) == 2
+    for warning in warnings:
+        assert warning.startswith("8 answers to held-out problems could not be graded; the last: ")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reason"),
+    [
+        ("AlwaysRaises", "64 rollouts in a row failed; the last one: ConnectionError: the sandbox is down"),
+        ("AlwaysHangs", "the verifier took longer than task.grading_timeout_s = 0.5, 8 times in a row"),
+    ],
+)
+def test_a_verifier_that_never_works_ends_the_run_with_one_line(tmp_path: Path, verifier: str, reason: str) -> None:
+    done, run = train(tmp_path, verifier, "trainer.max_steps=6", "task.grading_timeout_s=0.5", expect=1)
+    assert done.stderr.splitlines() == [f"midflight: {reason}"]
+    groups = json.loads((run / "summary.json").read_text())["groups"]
+    assert groups["trained"] == 0
+    assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))

@@ -1,0 +1,260 @@
+"""Verifiers that hang, crash and leak, and grading processes that are killed: the responses around them are graded.
+
+As a program, this file is a process that is killed while its verifiers hang: `test_grading.py sleep|spin PID_FILE`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import midflight
+from midflight.actor import grading_pool
+from midflight.actor.grading_pool import GradingPool
+from midflight.errors import RolloutError
+from midflight.testing.verifiers import ObedientEnvironment
+from midflight.types import Grade, GradedResponse, Problem, RolloutId
+
+TIMEOUT_S = 60.0
+PATIENCE_S = 2.0  # of the pools whose verifiers hang: long enough for the others, on a busy machine too
+PROBLEM = Problem("0", "0", "0")
+TOO_LONG = f"the verifier took longer than task.grading_timeout_s = {PATIENCE_S:g}"
+
+
+def pool_with(num_processes: int = 1, timeout_s: float = TIMEOUT_S) -> GradingPool:
+    return GradingPool(ObedientEnvironment, num_processes, timeout_s)
+
+
+def submit(pool: GradingPool, responses: list[str]) -> None:
+    for index, response in enumerate(responses):
+        pool.submit(RolloutId(index), PROBLEM, response)
+
+
+def all_results(pool: GradingPool) -> list[GradedResponse]:
+    results: list[GradedResponse] = []
+    while pool.num_pending:
+        new = pool.results(TIMEOUT_S)
+        assert new, "nothing came"
+        results += new
+    ids = [result.rollout_id for result in results]
+    assert len(set(ids)) == len(ids)
+    return sorted(results, key=lambda result: result.rollout_id)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it did not come to that"
+        time.sleep(0.01)
+
+
+def pids_in(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process and it has not ended; nobody may have collected it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("hang", ["sleep", "spin", "close_everything"])
+def test_a_verifier_that_hangs_costs_its_own_response_only(hang: str) -> None:
+    with pool_with(timeout_s=PATIENCE_S) as pool:
+        submit(pool, ["reward 1", hang, "reward 2", "reward 3"])
+        results = all_results(pool)
+        assert [result.grade for result in results] == [Grade(1.0), None, Grade(2.0), Grade(3.0)]
+        assert results[1].failure == TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("crash", "how"), [("kill", "signal 9"), ("end 0", "code 0"), ("end 7", "code 7")], ids=lambda text: text
+)
+def test_a_verifier_that_ends_its_process_fails_at_the_second_attempt(crash: str, how: str) -> None:
+    with pool_with() as pool:
+        submit(pool, ["reward 1", crash, "reward 2", crash, "reward 3"])
+        results = all_results(pool)
+        assert [result.grade for result in results] == [Grade(1.0), None, Grade(2.0), None, Grade(3.0)]
+        assert {results[1].failure, results[3].failure} == {f"the verifier ended its process ({how})"}
+
+
+def test_a_grading_process_killed_by_somebody_else_costs_nothing() -> None:
+    with pool_with() as pool:
+        for _ in range(3):
+            submit(pool, ["pid"])
+            (result,) = all_results(pool)
+            assert result.grade
+            os.kill(int(result.grade.components["pid"]), signal.SIGKILL)
+            submit(pool, [f"reward {index}" for index in range(100)])
+            assert [result.grade for result in all_results(pool)] == [Grade(float(index)) for index in range(100)]
+
+
+def test_a_grading_process_killed_while_it_grades_costs_nothing(tmp_path: Path) -> None:
+    """It hangs for ever at its first attempt and is killed there; the second attempt finds the file and goes on."""
+    with pool_with() as pool:
+        submit(pool, [f"sleep_once {tmp_path / 'pid'}", "reward 2"])
+        while not pids_in(tmp_path / "pid"):
+            assert pool.results(0.01) == []
+        os.kill(pids_in(tmp_path / "pid")[0], signal.SIGKILL)
+        assert [result.grade for result in all_results(pool)] == [Grade(1.0), Grade(2.0)]
+
+
+def test_a_grading_process_killed_before_it_is_ready_is_started_again(tmp_path: Path) -> None:
+    make_environment = functools.partial(ObedientEnvironment, hang_unless=str(tmp_path / "pid"))
+    with GradingPool(make_environment, 1, TIMEOUT_S) as pool:
+        submit(pool, ["reward 1"])
+        wait_for(lambda: bool(pids_in(tmp_path / "pid")))
+        os.kill(pids_in(tmp_path / "pid")[0], signal.SIGKILL)
+        assert [result.grade for result in all_results(pool)] == [Grade(1.0)]
+
+
+def test_an_environment_that_cannot_be_made_ends_the_run_and_says_why() -> None:
+    with (
+        GradingPool(functools.partial(ObedientEnvironment, error="no data set"), 2, TIMEOUT_S) as pool,
+        pytest.raises(RolloutError, match="the environment cannot be made in a process that grades: ValueError: no da"),
+    ):
+        pool.wait_until_ready(TIMEOUT_S)
+
+
+def test_an_environment_that_ends_its_process_ends_the_run() -> None:
+    with (
+        GradingPool(functools.partial(os._exit, 5), 1, TIMEOUT_S) as pool,
+        pytest.raises(RolloutError, match=r"ended before it was ready \(code 5\)"),
+    ):
+        pool.wait_until_ready(TIMEOUT_S)
+
+
+def test_an_environment_that_is_never_made_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading_pool, "_START_TIMEOUT_S", 1.0)
+    with (
+        GradingPool(functools.partial(time.sleep, 1000), 1, TIMEOUT_S) as pool,
+        pytest.raises(RolloutError, match="could not be made in 1 s"),
+    ):
+        pool.wait_until_ready(TIMEOUT_S)
+
+
+def test_results_are_kept_while_all_processes_get_ready() -> None:
+    with pool_with(num_processes=2) as pool:
+        assert not pool.wait_until_ready(0.0)
+        submit(pool, ["reward 1"])
+        assert pool.wait_until_ready(TIMEOUT_S)
+        assert [result.grade for result in all_results(pool)] == [Grade(1.0)]
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_nothing_but_timeouts_ends_the_run(num_processes: int) -> None:
+    timeout_s = 0.1
+    with pool_with(num_processes, timeout_s) as pool:
+        submit(pool, ["sleep"] * 30)
+        with pytest.raises(RolloutError, match=r"took longer than task.grading_timeout_s = 0.1, 8 times in a row"):
+            all_results(pool)
+        assert pool.num_pending > 30 - 8
+
+
+def test_a_grade_in_between_starts_the_count_of_timeouts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading_pool, "_MAX_TIMEOUTS_IN_A_ROW", 3)
+    with pool_with(timeout_s=0.5) as pool:
+        submit(pool, ["sleep", "sleep", "reward 1"] * 2)
+        assert [bool(result.grade) for result in all_results(pool)] == [False, False, True] * 2
+
+
+def test_all_processes_are_used(tmp_path: Path) -> None:
+    """Neither of the two that hang is reached by the process that hangs at the other."""
+    with pool_with(num_processes=3, timeout_s=PATIENCE_S) as pool:
+        assert pool.wait_until_ready(TIMEOUT_S)
+        submit(pool, [f"sleep {tmp_path / 'pids'}", f"spin {tmp_path / 'pids'}", "pid"])
+        results = all_results(pool)
+        assert [result.failure for result in results] == [TOO_LONG, TOO_LONG, ""]
+        assert results[2].grade
+        assert len({*pids_in(tmp_path / "pids"), results[2].grade.components["pid"]}) == 3
+
+
+def test_submitting_waits_for_nobody() -> None:
+    """A gigabyte of work for processes that hang; it would not fit into any pipe."""
+    with pool_with(num_processes=2, timeout_s=PATIENCE_S) as pool:
+        submit(pool, ["spin", "spin"])
+        response = "length " + "x" * 100_000
+        for index in range(10_000):
+            pool.submit(RolloutId(2 + index), PROBLEM, response)
+            if index % 1000 == 0:
+                pool.results()
+        assert pool.num_pending > 9_000
+
+
+def test_a_process_that_does_not_read_is_late_and_replaced() -> None:
+    with pool_with(timeout_s=PATIENCE_S) as pool:
+        submit(pool, ["pid"])
+        (result,) = all_results(pool)
+        assert result.grade
+        os.kill(int(result.grade.components["pid"]), signal.SIGSTOP)
+        submit(pool, ["length " + "x" * 10**7, "reward 1"])
+        assert [result.failure for result in all_results(pool)] == [TOO_LONG, ""]
+
+
+def test_what_a_killed_verifier_has_started_ends_with_it(tmp_path: Path) -> None:
+    with pool_with(timeout_s=PATIENCE_S) as pool:
+        submit(pool, [f"leave_a_child {tmp_path / 'pid'}"])
+        assert [result.failure for result in all_results(pool)] == [TOO_LONG]
+        (child,) = pids_in(tmp_path / "pid")
+        wait_for(lambda: not is_running(child))
+
+
+def test_a_closed_pool_leaves_no_process(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    with GradingPool(functools.partial(ObedientEnvironment, pid_file=str(pid_file)), 2, TIMEOUT_S) as pool:
+        pool.wait_until_ready(TIMEOUT_S)
+        submit(pool, ["sleep", "spin"])
+        pool.results()
+        assert all(is_running(pid) for pid in pids_in(pid_file))
+    assert len(pids_in(pid_file)) == 2
+    assert not any(is_running(pid) for pid in pids_in(pid_file))
+
+
+@contextmanager
+def owner_of_a_pool(hang: str, pid_file: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, __file__, hang, str(pid_file), *arguments], env=environment) as owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
+
+
+@pytest.mark.parametrize("hang", ["sleep", "spin", "leave_a_child"])
+def test_verifiers_that_hang_end_with_the_run_that_was_killed(tmp_path: Path, hang: str) -> None:
+    pid_file = tmp_path / "pids"
+    with owner_of_a_pool(hang, pid_file) as owner:
+        wait_for(lambda: len(pids_in(pid_file)) == 2)
+        pids = pids_in(pid_file)
+        assert all(is_running(pid) for pid in pids)
+        owner.kill()
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_program_that_forgets_its_pool_still_ends(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    with owner_of_a_pool("sleep", pid_file, "and end") as owner:
+        assert owner.wait(TIMEOUT_S) == 0
+    assert not any(is_running(pid) for pid in pids_in(pid_file))
+
+
+def own_a_pool(hang: str, pid_file: str, then: str = "wait") -> None:
+    pool = pool_with(num_processes=2)
+    submit(pool, [f"{hang} {pid_file}"] * 2)
+    while then == "wait" or len(pids_in(Path(pid_file))) < 2:
+        pool.results(0.01)
+
+
+if __name__ == "__main__":
+    own_a_pool(*sys.argv[1:])

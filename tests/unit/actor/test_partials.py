@@ -1,0 +1,301 @@
+"""The partial-rollout buffer: what is loaded is what was saved, all of one moment, whatever happens to the process.
+
+As a program, this file saves until it is killed, or until files may not grow: `test_partials.py save|fill PATH`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import midflight
+from midflight.actor.partials import PartialBuffer
+from midflight.errors import StreamError
+from midflight.types import (
+    ActorState,
+    FinishReason,
+    GeneratedTokens,
+    GroupId,
+    Rollout,
+    RolloutId,
+    RolloutStatus,
+)
+
+GROUP_SIZE = 4
+
+
+def tokens(rollout_id: int, length: int) -> GeneratedTokens:
+    """Those that this rollout always has."""
+    token_ids = np.arange(length, dtype=np.int32) + 1000 * rollout_id
+    return GeneratedTokens(token_ids, -token_ids.astype(np.float32) / 7, token_ids // 10)
+
+
+def rollout(
+    rollout_id: int, length: int = 0, status: RolloutStatus = RolloutStatus.RUNNING, **fields: object
+) -> Rollout:
+    prompt = np.arange(rollout_id % 5, dtype=np.int32)
+    group_id = GroupId(rollout_id // GROUP_SIZE)
+    return Rollout(RolloutId(rollout_id), group_id, status, prompt, tokens(rollout_id, length), **fields)  # type: ignore[arg-type]
+
+
+def tokens_of(each: Rollout, start: int) -> GeneratedTokens:
+    return each.generated.part(start)
+
+
+def save(buffer: PartialBuffer, rollouts: Sequence[Rollout], **state: object) -> None:
+    buffer.save(ActorState(**state), rollouts, tokens_of)  # type: ignore[arg-type]
+
+
+def loaded(path: Path) -> tuple[ActorState, dict[int, Rollout]]:
+    """As another process would find it."""
+    with closing(PartialBuffer(path)) as buffer:
+        checkpoint = buffer.load()
+    assert checkpoint
+    return checkpoint.state, {each.rollout_id: each for each in checkpoint.rollouts}
+
+
+def assert_same(found: Rollout, expected: Rollout) -> None:
+    for name in ("token_ids", "logprobs", "weight_versions"):
+        left, right = getattr(found.generated, name), getattr(expected.generated, name)
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    assert not len(found.prompt_token_ids), "prompts follow from the group; they are not kept"
+    for name in ("group_id", "status", "finish_reason", "reward", "reward_components", "failure", "num_carried"):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "partials.sqlite"
+
+
+def test_an_empty_buffer_holds_nothing(path: Path) -> None:
+    with closing(PartialBuffer(path)) as buffer:
+        assert buffer.load() is None
+    with closing(PartialBuffer(path)) as buffer:
+        assert buffer.load() is None
+
+
+def test_rollouts_come_back_as_they_were_and_what_ran_as_partial(path: Path) -> None:
+    partial = rollout(1, 7, RolloutStatus.PARTIAL, num_carried=5)
+    untouched = rollout(2, 0, RolloutStatus.PARTIAL)
+    finished = rollout(
+        3, 9, RolloutStatus.FINISHED, finish_reason=FinishReason.STOP, reward=0.25, reward_components={"accuracy": 0.5}
+    )
+    ungraded = rollout(4, 4, finish_reason=FinishReason.LENGTH)
+    failed = rollout(5, 3, RolloutStatus.FAILED, finish_reason=FinishReason.STOP, failure="ValueError: no")
+    state = ActorState(
+        next_group_id=GroupId(2),
+        open_group_ids=[GroupId(0), GroupId(1)],
+        num_batches=3,
+        num_failed_groups=1,
+        generated_tokens=29,
+        generated_lengths=[4, 9],
+        dropped_lengths=[2],
+    )
+    with closing(PartialBuffer(path)) as buffer:
+        buffer.save(state, [rollout(0, 6), partial, untouched, finished, ungraded, failed], tokens_of)
+    found_state, found = loaded(path)
+    assert found_state == state
+    assert_same(found[0], replace(rollout(0, 6), status=RolloutStatus.PARTIAL))
+    for expected in (partial, untouched, finished, ungraded, failed):
+        assert_same(found[expected.rollout_id], expected)
+
+
+def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> None:
+    asked_from: list[int] = []
+
+    def new_tokens(each: Rollout, start: int) -> GeneratedTokens:
+        asked_from.append(start)
+        return each.generated.part(start)
+
+    with closing(PartialBuffer(path)) as buffer:
+        for length in (0, 1, 1, 5, 17):
+            buffer.save(ActorState(), [rollout(0, length)], new_tokens)
+        buffer.save(ActorState(), [rollout(0, 20, finish_reason=FinishReason.STOP)], new_tokens)
+        graded = rollout(0, 20, RolloutStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0)
+        buffer.save(ActorState(), [graded], new_tokens)
+    assert asked_from == [0, 0, 1, 1, 5, 17, 20], "each token is written once"
+    assert_same(loaded(path)[1][0], graded)
+
+
+def test_rollouts_that_are_gone_leave_nothing_behind(path: Path) -> None:
+    with closing(PartialBuffer(path)) as buffer:
+        save(buffer, [rollout(index, 5) for index in range(8)], num_batches=1)
+        save(buffer, [rollout(index, 6) for index in range(4, 8)], num_batches=2)
+        assert {row[0] for row in buffer._db.execute("SELECT DISTINCT rollout_id FROM tokens")} == {4, 5, 6, 7}
+        save(buffer, [], num_batches=3)
+        assert buffer._db.execute("SELECT count(*) FROM tokens").fetchone() == (0,)
+    state, rollouts = loaded(path)
+    assert state.num_batches == 3
+    assert rollouts == {}
+
+
+@pytest.mark.parametrize("num_saves", [1, 3])
+def test_the_first_save_replaces_what_an_earlier_process_left(path: Path, num_saves: int) -> None:
+    """Also where it has nothing in flight: a rollout that begins again later must not find its old tokens."""
+    with closing(PartialBuffer(path)) as buffer:
+        save(buffer, [rollout(0, 50), rollout(9, 50)], num_batches=1)
+    with closing(PartialBuffer(path)) as buffer:
+        for _ in range(num_saves):
+            save(buffer, [], num_batches=1)
+        save(buffer, [rollout(0, 2)], num_batches=1)
+        save(buffer, [rollout(0, 3)], num_batches=1)
+    _, rollouts = loaded(path)
+    assert list(rollouts) == [0]
+    assert len(rollouts[0].generated) == 3
+
+
+def test_a_save_that_fails_changes_nothing_and_the_next_one_works(path: Path) -> None:
+    def broken(each: Rollout, start: int) -> GeneratedTokens:
+        if each.rollout_id == 1:
+            raise KeyError("it has just ended")
+        return each.generated.part(start)
+
+    with closing(PartialBuffer(path)) as buffer:
+        save(buffer, [rollout(0, 2), rollout(1, 2)], num_batches=1)
+        with pytest.raises(KeyError):
+            buffer.save(ActorState(num_batches=2), [rollout(0, 9), rollout(1, 9)], broken)
+        state, rollouts = loaded(path)
+        assert state.num_batches == 1
+        assert len(rollouts[0].generated) == 2
+        save(buffer, [rollout(0, 9), rollout(1, 9)], num_batches=2)
+    assert_same(loaded(path)[1][1], replace(rollout(1, 9), status=RolloutStatus.PARTIAL))
+
+
+def test_the_file_does_not_grow_with_the_number_of_saves(path: Path) -> None:
+    """Eight rollouts of up to 200 tokens at any time, in 3000 saves."""
+
+    def size() -> int:
+        return sum(each.stat().st_size for each in path.parent.iterdir())
+
+    def in_flight(at: int) -> list[Rollout]:
+        return [rollout(lane + 8 * ((at + 25 * lane) // 200), (at + 25 * lane) % 200) for lane in range(8)]
+
+    with closing(PartialBuffer(path)) as buffer:
+        for at in range(1000):
+            save(buffer, in_flight(at))
+        size_then = size()
+        for at in range(1000, 3000):
+            save(buffer, in_flight(at))
+        assert size() <= 1.5 * size_then
+        assert len(loaded(path)[1]) == 8
+
+
+def test_a_file_that_is_something_else_or_damaged_is_one_line(path: Path) -> None:
+    path.write_bytes(b"not a database, but long enough to be looked at\n" * 100)
+    with pytest.raises(StreamError, match=f"{path}: file is not a database"):
+        PartialBuffer(path)
+
+
+def test_a_damaged_record_is_an_error_and_no_wrong_rollout(path: Path) -> None:
+    with closing(PartialBuffer(path)) as buffer:
+        save(buffer, [rollout(0, 5)])
+        buffer._db.execute("UPDATE rollouts SET status = 'asleep'")
+        with pytest.raises(StreamError, match=str(path)):
+            buffer.load()
+
+
+def test_damaged_tokens_are_an_error_and_no_wrong_tokens(path: Path) -> None:
+    with closing(PartialBuffer(path)) as buffer:
+        save(buffer, [rollout(0, 5)])
+        (piece,) = buffer._db.execute("SELECT piece FROM tokens").fetchone()
+        flipped = piece[:-2] + bytes([piece[-2] ^ 1]) + piece[-1:]
+        for damaged in (piece[:-4], flipped):
+            buffer._db.execute("UPDATE tokens SET piece = ?", (damaged,))
+            with pytest.raises(StreamError, match=f"{path}: damaged tokens of rollout 0"):
+                buffer.load()
+
+
+def test_a_missing_piece_is_an_error(path: Path) -> None:
+    with closing(PartialBuffer(path)) as buffer:
+        for length in (5, 9, 12):
+            save(buffer, [rollout(0, length)])
+        buffer._db.execute("DELETE FROM tokens WHERE start = 5")
+        with pytest.raises(StreamError, match=f"{path}: rollout 0 lacks tokens before its token 9"):
+            buffer.load()
+
+
+# --- killed, or out of disk -------------------------------------------------------------------------------------
+
+
+def consistent(path: Path) -> int:
+    """The number of the save that was loaded; every part of it must be of that save."""
+    state, rollouts = loaded(path)
+    step = state.num_updates
+    assert state.generated_tokens == sum(len(each.generated) for each in rollouts.values())
+    assert [*rollouts] == [each.rollout_id for each in rollouts_at(step)]
+    for expected in rollouts_at(step):
+        assert_same(rollouts[expected.rollout_id], replace(expected, status=RolloutStatus.PARTIAL))
+    return step
+
+
+def rollouts_at(step: int) -> list[Rollout]:
+    """Sixteen at a time, each 40 saves long, 5 tokens more at each."""
+    lanes = [(lane, step + 3 * lane) for lane in range(16)]
+    return sorted((rollout(lane + 16 * (at // 40), 5 * (at % 40)) for lane, at in lanes), key=lambda r: r.rollout_id)
+
+
+def save_for_ever(buffer: PartialBuffer) -> None:
+    checkpoint = buffer.load()
+    step = checkpoint.state.num_updates if checkpoint else 0
+    while True:
+        step += 1
+        rollouts = rollouts_at(step)
+        generated = sum(len(each.generated) for each in rollouts)
+        save(buffer, rollouts, num_updates=step, generated_tokens=generated)
+        print(step, flush=True)
+
+
+def start(role: str, path: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
+    return subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment, stdout=subprocess.PIPE)
+
+
+def test_a_killed_process_leaves_its_last_save_or_the_one_after(path: Path) -> None:
+    chance = random.Random(3)
+    for _ in range(4):
+        with start("save", path) as process:
+            assert process.stdout
+            reported = [int(process.stdout.readline()) for _ in range(chance.randint(1, 150))]
+            time.sleep(chance.uniform(0, 0.005))  # waits for nothing: else all die just after a report
+            process.kill()
+            reported += [int(line) for line in process.stdout if line.endswith(b"\n")]
+        assert consistent(path) - reported[-1] in (0, 1)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_saved(path: Path) -> None:
+    with start("fill", path) as process:
+        assert process.stdout
+        *steps, error = process.stdout.read().decode().splitlines()
+    assert process.returncode == 0
+    assert error.startswith(f"{path}: "), error
+    assert consistent(path) == int(steps[-1])
+    with closing(PartialBuffer(path)) as buffer:  # there is room again
+        rollouts = rollouts_at(7)
+        save(buffer, rollouts, num_updates=7, generated_tokens=sum(len(each.generated) for each in rollouts))
+    assert consistent(path) == 7
+
+
+def main(role: str, path: str) -> None:
+    if role == "fill":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+    try:
+        save_for_ever(PartialBuffer(Path(path)))
+    except StreamError as error:
+        print(error, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

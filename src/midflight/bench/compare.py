@@ -23,8 +23,8 @@ from midflight.bench.runs import train
 from midflight.bench.schedule_specs import ScheduleSpec, parse_schedules
 from midflight.config import Recipe, load_recipe
 from midflight.errors import MissingExtraError, RecipeError
-from midflight.launch.build import check_recipe
-from midflight.launch.evaluation import evaluate_model
+from midflight.launch.build import build_grader, check_recipe
+from midflight.launch.evaluation import sampled_accuracy
 from midflight.launch.report import plot_runs
 from midflight.launch.run_directory import RunDirectory, create_directory, write_whole
 from midflight.metrics.jsonl import read_metrics
@@ -167,13 +167,14 @@ def _reached(comparison: Comparison, directory: Path, report: Report) -> Seconds
     if not comparison.accuracy_every:
         return never()
     checkpoints = checkpoints_in(RunDirectory(directory).checkpoints)
+    with build_grader(comparison.recipe) as grader:
 
-    def accuracy(checkpoint: Path) -> float:
-        measured = evaluate_model(comparison.recipe, checkpoint).sampled_accuracy
-        report(f"  {checkpoint.name}: held-out accuracy {measured:.3f}")
-        return measured
+        def accuracy(checkpoint: Path) -> float:
+            measured = sampled_accuracy(comparison.recipe, checkpoint, grader)
+            report(f"  {checkpoint.name}: held-out accuracy {measured:.3f}")
+            return measured
 
-    reached = seconds_to_accuracy(checkpoints, accuracy)
+        reached = seconds_to_accuracy(checkpoints, accuracy)
     for checkpoint in checkpoints[:-1]:
         shutil.rmtree(checkpoint)
     return reached

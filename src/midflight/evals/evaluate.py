@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from midflight.protocols import Environment, Generator, Grader
 from midflight.types import FinishReason, GenerationRequest, Problem, RolloutId, SamplingParams
 
 _WAIT_SLICE_S = 0.2
+
+Float64Array = npt.NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
 
@@ -33,64 +36,77 @@ class Evaluation:
     num_ungraded: int  # answers, sampled and greedy, that the verifier could not grade; they count as wrong
 
 
-def evaluate(
-    generator: Generator,
-    environment: Environment,
-    grader: Grader,
-    tokenizer: Any,
-    sampling: SamplingParams,
-    *,
-    num_problems: int,
-    hard_from: int,
-    seed: int,
-) -> Evaluation:
-    """One sampled and one greedy answer to each held-out problem.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """To one problem each, in their order; both arrays `[problems]`."""
 
-    Raises: RolloutError if the grader gives up.
-    """
-    problems = environment.held_out_problems(num_problems)
-    prompts = [np.array(tokenizer.encode(problem.prompt), np.int32) for problem in problems]
-    failures: list[str] = []
+    rewards: Float64Array
+    lengths: Float64Array  # tokens
+    failures: list[str]  # why answers have no grade
 
-    def answers(params: SamplingParams) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
-        """The reward of each answer, 0 if it has no grade, and their mean length."""
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """Asks held-out problems."""
+
+    generator: Generator
+    environment: Environment
+    grader: Grader
+    tokenizer: Any
+    seed: int
+
+    def answers(self, problems: Sequence[Problem], sampling: SamplingParams) -> Answers:
+        """One answer to each problem; one that has no grade is worth nothing.
+
+        Raises: RolloutError if the grader gives up.
+        """
+        generator, grader = self.generator, self.grader
+        prompts = [np.array(self.tokenizer.encode(problem.prompt), np.int32) for problem in problems]
         generator.add(
-            [GenerationRequest(RolloutId(index), prompt, params, seed) for index, prompt in enumerate(prompts)]
+            [GenerationRequest(RolloutId(index), prompt, sampling, self.seed) for index, prompt in enumerate(prompts)]
         )
-        rewards, lengths = np.zeros(len(problems)), np.zeros(len(problems))
+        answers = Answers(np.zeros(len(problems)), np.zeros(len(problems)), [])
         while generator.num_in_flight or grader.num_pending:
             for completion in generator.step():
                 stopped = completion.finish_reason is FinishReason.STOP
                 token_ids = completion.generated.token_ids[: -1 if stopped else None]
-                problem = problems[completion.rollout_id]
-                grader.submit(completion.rollout_id, problem, tokenizer.decode(token_ids))
-                lengths[completion.rollout_id] = len(completion.generated)
+                text = self.tokenizer.decode(token_ids)
+                grader.submit(completion.rollout_id, problems[completion.rollout_id], text)
+                answers.lengths[completion.rollout_id] = len(completion.generated)
             for graded in grader.results(0.0 if generator.num_in_flight else _WAIT_SLICE_S):
                 if graded.grade is None:
-                    failures.append(graded.failure)
+                    answers.failures.append(graded.failure)
                 else:
-                    rewards[graded.rollout_id] = graded.grade.reward
-        return rewards, float(lengths.mean())
+                    answers.rewards[graded.rollout_id] = graded.grade.reward
+        return answers
 
-    sampled, mean_length = answers(sampling)
-    greedy, _ = answers(replace(sampling, temperature=0.0))
+
+def evaluate(examiner: Examiner, sampling: SamplingParams, *, num_problems: int, hard_from: int) -> Evaluation:
+    """One sampled and one greedy answer to each held-out problem.
+
+    Raises: RolloutError if the grader gives up.
+    """
+    problems = examiner.environment.held_out_problems(num_problems)
+    sampled = examiner.answers(problems, sampling)
+    greedy = examiner.answers(problems, replace(sampling, temperature=0.0))
+    failures = sampled.failures + greedy.failures
     if failures:
         logger.warning("%d answers to held-out problems could not be graded; the last: %s", len(failures), failures[-1])
     hard = np.array([problem.difficulty >= hard_from for problem in problems])
     return Evaluation(
         num_problems=num_problems,
-        sampled_accuracy=float(sampled.mean()),
-        greedy_accuracy=float(greedy.mean()),
-        sampled_accuracy_by_difficulty=_by_difficulty(problems, sampled),
+        sampled_accuracy=float(sampled.rewards.mean()),
+        greedy_accuracy=float(greedy.rewards.mean()),
+        sampled_accuracy_by_difficulty=_by_difficulty(problems, sampled.rewards),
         hard_from=hard_from,
         num_hard_problems=int(hard.sum()),
-        sampled_accuracy_hard=float(sampled[hard].mean()) if hard.any() else None,
-        mean_length=mean_length,
+        sampled_accuracy_hard=float(sampled.rewards[hard].mean()) if hard.any() else None,
+        mean_length=float(sampled.lengths.mean()),
         num_ungraded=len(failures),
     )
 
 
-def _by_difficulty(problems: Sequence[Problem], rewards: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+def _by_difficulty(problems: Sequence[Problem], rewards: Float64Array) -> dict[str, float]:
     buckets: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for problem, reward in zip(problems, rewards, strict=True):
         buckets[_bucket(problem.difficulty)].append(float(reward))

@@ -7,25 +7,34 @@ from pathlib import Path
 import torch
 
 from midflight.config import Recipe
-from midflight.evals.evaluate import Evaluation, evaluate
+from midflight.evals.evaluate import Evaluation, Examiner, evaluate
 from midflight.launch.build import build_engine, build_grader, build_sampling, num_threads
 from midflight.launch.environments import build_environment
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
+from midflight.protocols import Grader
 
 
 def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
     """Raises: ModelError if the directory holds no model the engine can run."""
-    torch.set_num_threads(num_threads(None, colocated=True))
-    tokenizer = load_tokenizer(path)
-    engine = build_engine(recipe, load_config(path), weights_of(load_model(path)), num_rows=recipe.eval.num_in_flight)
     with build_grader(recipe) as grader:
+        examiner = _examiner(recipe, path, grader)
         return evaluate(
-            engine,
-            build_environment(recipe),
-            grader,
-            tokenizer,
-            build_sampling(recipe, tokenizer),
+            examiner,
+            build_sampling(recipe, examiner.tokenizer),
             num_problems=recipe.eval.num_problems,
             hard_from=recipe.eval.hard_from,
-            seed=recipe.run.seed,
         )
+
+
+def sampled_accuracy(recipe: Recipe, path: Path, grader: Grader) -> float:
+    """As in `evaluate_model`, and nothing else. The grader is the caller's, for many models."""
+    examiner = _examiner(recipe, path, grader)
+    problems = examiner.environment.held_out_problems(recipe.eval.num_problems)
+    return float(examiner.answers(problems, build_sampling(recipe, examiner.tokenizer)).rewards.mean())
+
+
+def _examiner(recipe: Recipe, path: Path, grader: Grader) -> Examiner:
+    torch.set_num_threads(num_threads(None, colocated=True))
+    weights = weights_of(load_model(path))
+    engine = build_engine(recipe, load_config(path), weights, num_rows=recipe.eval.num_in_flight)
+    return Examiner(engine, build_environment(recipe), grader, load_tokenizer(path), recipe.run.seed)

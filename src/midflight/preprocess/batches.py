@@ -146,7 +146,9 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     clipped = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     # Versions never go down along a sequence.
     num_versions = [1 + np.count_nonzero(np.diff(rollout.generated.weight_versions)) for rollout in rollouts]
-    metrics = {
+    # The environment's own names come first: one of them may be "mean".
+    metrics = _component_means(rollouts)
+    metrics |= {
         "reward/mean": float(np.mean([rollout.reward for rollout in rollouts])),
         "length/mean": float(np.mean(lengths)),
         "length/max": float(max(lengths)),
@@ -155,7 +157,14 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "versions_per_rollout/mean": float(np.mean(num_versions)),
         "carried_token_fraction": sum(rollout.num_carried for rollout in rollouts) / max(sum(lengths), 1),
     }
-    for name in sorted({name for rollout in rollouts for name in rollout.reward_components}):
-        values = [rollout.reward_components[name] for rollout in rollouts if name in rollout.reward_components]
-        metrics[f"reward/{name}"] = float(np.mean(values))
     return metrics
+
+
+def _component_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    names = sorted({name for rollout in rollouts for name in rollout.reward_components})
+    return {
+        f"reward/{name}": float(
+            np.mean([rollout.reward_components[name] for rollout in rollouts if name in rollout.reward_components])
+        )
+        for name in names
+    }

@@ -19,7 +19,6 @@ SETTINGS = (
     "batch.batch_size=16",
     "batch.group_size=4",
     "schedule.num_in_flight=16",
-    "eval.num_problems=0",
     "engine.threads=1",
     "trainer.threads=1",
 )
@@ -43,10 +42,6 @@ class Sometimes(ChainSums):
                 return "correct"
         return super().grade(problem, response)
 
-class AlwaysRaises(ChainSums):
-    def grade(self, problem, response):
-        raise ConnectionError("the sandbox\\n  is down")
-
 class AlwaysHangs(ChainSums):
     def grade(self, problem, response):
         time.sleep(1000)
@@ -69,7 +64,8 @@ def train(tmp_path: Path, verifier: str, *arguments: str, expect: int) -> tuple[
 
 
 def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why(tmp_path: Path) -> None:
-    done, run = train(tmp_path, "Sometimes", "trainer.max_steps=6", "task.grading_timeout_s=0.5", expect=0)
+    few_steps = ("trainer.max_steps=6", "task.grading_timeout_s=0.5", "eval.num_problems=24")
+    done, run = train(tmp_path, "Sometimes", *few_steps, expect=0)
     summary = json.loads(done.stdout)
     assert summary["steps"] == 6
     assert summary["samples"] == 6 * 16
@@ -86,30 +82,20 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
     }.items():
         assert log.count(f"of group {group} failed: {reason}") == 4
     assert log.count(" failed: ") == 16
-
-
-def test_a_verifier_that_fails_at_held_out_problems_costs_those_only(tmp_path: Path) -> None:
-    held_out = ("eval.num_problems=24", "trainer.max_steps=1", "task.grading_timeout_s=0.5")
-    done, _ = train(tmp_path, "Sometimes", *held_out, expect=0)
-    summary = json.loads(done.stdout)
+    # Four of the held-out problems have such numbers, too, and are asked twice each.
     for when in ("eval_before", "eval_after"):
         assert summary[when]["num_problems"] == 24
         assert 0 < summary[when]["sampled_accuracy"] < 1
-    warnings = [line for line in done.stderr.splitlines() if "held-out" in line]
+    warnings = [line for line in done.stderr.splitlines() if "answers to held-out" in line]
     assert len(warnings) == 2
     for warning in warnings:
         assert warning.startswith("8 answers to held-out problems could not be graded; the last: ")
 
 
-@pytest.mark.parametrize(
-    ("verifier", "reason"),
-    [
-        ("AlwaysRaises", "64 rollouts in a row failed; the last one: ConnectionError: the sandbox is down"),
-        ("AlwaysHangs", "the verifier took longer than task.grading_timeout_s = 0.5, 8 times in a row"),
-    ],
-)
-def test_a_verifier_that_never_works_ends_the_run_with_one_line(tmp_path: Path, verifier: str, reason: str) -> None:
-    done, run = train(tmp_path, verifier, "trainer.max_steps=6", "task.grading_timeout_s=0.5", expect=1)
+def test_a_verifier_that_never_works_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    settings = ("trainer.max_steps=6", "task.grading_timeout_s=0.5", "eval.num_problems=0")
+    done, run = train(tmp_path, "AlwaysHangs", *settings, expect=1)
+    reason = "the verifier took longer than task.grading_timeout_s = 0.5, 8 times in a row"
     assert done.stderr.splitlines() == [f"midflight: {reason}"]
     groups = json.loads((run / "summary.json").read_text())["groups"]
     assert groups["trained"] == 0

@@ -31,7 +31,7 @@ from midflight.types import GeneratedTokens, Rollout, RolloutStatus, TrainingBat
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
-NUM_RUNS = int(os.environ.get("MIDFLIGHT_KILL_RUNS", "3"))
+NUM_RUNS = int(os.environ.get("MIDFLIGHT_KILL_RUNS", "2"))
 TIMEOUT_S = 120.0
 BATCH_SIZE, GROUP_SIZE = 16, 4
 SETTINGS = (
@@ -132,6 +132,12 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
     assert set(known) <= set(range(checkpoint.state.next_group_id))
     assert checkpoint.state.next_group_id - len(known) == first * BATCH_SIZE // GROUP_SIZE
     assert {rollout.group_id for rollout in checkpoint.rollouts} <= set(checkpoint.state.open_group_ids)
+    for microbatch in (microbatch for batch in batches.values() for microbatch in batch.microbatches):
+        ends = np.cumsum(microbatch.sequence_lengths)
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            own = slice(start, end)
+            versions = microbatch.weight_versions[own][microbatch.loss_mask[own]]
+            assert (np.diff(versions) >= 0).all(), "a token follows one of a newer version"
 
 
 @pytest.mark.timeout(400)

@@ -513,3 +513,28 @@ def test_starving_the_long_ones_would_be_seen() -> None:
     run = Run(ShortestFirst(BATCH_SIZE, 64, max_waiting=10**6), BATCH_SIZE, world, num_steps=60).finish()
     trained = [len(rollout.generated) for rollout in members(run.trained)]
     assert ks_2samp(long_tailed(seed=1), trained).pvalue < 0.01
+
+
+def test_april_follows_a_trace_worked_out_by_hand() -> None:
+    """Of each iteration: the pairs it trains on, their tokens, those of older iterations, versions in one rollout."""
+    pairs = [[3, 9], [5, 4], [12, 2], [1, 6], [8, 7], [2, 2], [15, 10]]
+    world = World(lengths=[length for pair in pairs for length in pair], train_ticks=[1], grade_ticks=[0])
+    run = Run(AprilSchedule(4, GROUP_SIZE, over_sampling=2), 4, world, num_steps=8)
+    run.finish()
+    seen = []
+    for index, batch in enumerate(run.batches[:8]):
+        versions = [rollout.generated.weight_versions for rollout in members(batch)]
+        num_old = sum(int((each < index).sum()) for each in versions)
+        most_versions = max(len(np.unique(each)) for each in versions)
+        trained = sorted(group.group_id % len(pairs) for group in batch)
+        seen.append((trained, sum(map(len, versions)), num_old, most_versions))
+    assert seen == [
+        ([1, 3], 16, 0, 1),
+        ([0, 5], 16, 9, 2),
+        ([2, 4], 29, 17, 3),
+        ([0, 1], 21, 8, 2),
+        ([3, 6], 32, 20, 3),
+        ([2, 4], 29, 25, 3),
+        ([1, 5], 13, 4, 1),
+        ([0, 3], 19, 8, 2),
+    ]

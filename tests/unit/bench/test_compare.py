@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +157,15 @@ def test_without_matplotlib_there_is_no_picture(
 def test_checkpoints_are_evaluated_and_all_but_the_newest_deleted(
     runs: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Evaluation:
-        sampled_accuracy = 0.87
-
     evaluated: list[tuple[int, str]] = []
 
-    def evaluate(recipe: Any, checkpoint: Path) -> Evaluation:
+    def accuracy(recipe: Any, checkpoint: Path, grader: object) -> float:
+        assert grader == "the grader"
         evaluated.append((recipe.eval.num_problems, checkpoint.name))
-        return Evaluation()
+        return 0.87
 
-    monkeypatch.setattr(compare_module, "evaluate_model", evaluate)
+    monkeypatch.setattr(compare_module, "sampled_accuracy", accuracy)
+    monkeypatch.setattr(compare_module, "build_grader", lambda recipe: nullcontext("the grader"))
     comparison = plan("eval.num_problems=9", schedules="april", accuracy_every=10)
     result = run_comparison(comparison, tmp_path / "out", silent)
     assert result["rows"][0]["seconds_to_accuracy"] == {"0.8": 10.0, "0.85": 10.0, "0.9": None}

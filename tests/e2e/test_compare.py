@@ -38,6 +38,6 @@ def test_two_schedules_under_the_same_conditions(tmp_path: Path) -> None:
         assert row["trained_tokens_per_s"] > row["trained_samples_per_s"] > 0
         assert row["seconds_to_accuracy"].keys() == {"0.8", "0.85", "0.9"}
         assert run["curve"][-1]["samples"] == run["samples"]
-        (checkpoint,) = (Path(run["run_directory"]) / "checkpoints").iterdir()
+        (checkpoint,) = (out / run["run_directory"] / "checkpoints").iterdir()
         assert checkpoint.name == f"step_{run['steps']}"
     assert "held-out accuracy" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from midflight.actor.actor import Actor
-from midflight.actor.loop import RolloutLoop
+from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.config import Recipe, load_recipe
 from midflight.launch.build import (
     build_actor_config,
@@ -87,7 +87,9 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     environment = build_environment(recipe)
     actor_config = build_actor_config(recipe, tokenizer)
     actor = Actor(actor_config, engine, schedule, environment, ImmediateGrader(environment), tokenizer)
-    rollouts = RolloutLoop(actor, engine, schedule, weights, stream, build_preprocessing(recipe), tracer)
+    every_turn = Intervals(grades_s=0)
+    preprocessing = build_preprocessing(recipe)
+    rollouts = RolloutLoop(actor, engine, schedule, weights, stream, preprocessing, tracer, intervals=every_turn)
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
         max_seconds=None,

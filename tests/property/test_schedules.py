@@ -19,7 +19,7 @@ from scipy.stats import ks_2samp
 from torch import Tensor
 
 from midflight.actor.actor import Actor, ActorConfig, ChosenGroups
-from midflight.actor.loop import RolloutLoop
+from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.launch.workers import actor_checkpoint
 from midflight.metrics.lengths import length_bias
@@ -159,7 +159,14 @@ class Run:
         self.actor.handed_over = self.batches
         preprocessing = Preprocessing(group_mean, max_tokens=1 << 30)
         self.loop = RolloutLoop(
-            self.actor, self.generator, self.schedule, self.receiver, self.stream, preprocessing, Tracer(None, "test")
+            self.actor,
+            self.generator,
+            self.schedule,
+            self.receiver,
+            self.stream,
+            preprocessing,
+            Tracer(None, "test"),
+            intervals=Intervals(grades_s=0),
         )
 
     def save(self) -> None:

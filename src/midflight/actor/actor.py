@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from midflight.actor.versions import VersionCounter
 from midflight.errors import RequestError, RolloutError
 from midflight.protocols import Environment, Generator, Grader, Schedule
 from midflight.types import (
@@ -85,7 +86,7 @@ class Actor:
         self._to_admit: deque[Rollout] = deque()
         self._running: dict[RolloutId, Rollout] = {}
         self._ungraded: dict[RolloutId, Rollout] = {}
-        self._versions = _VersionCounter()
+        self._versions = VersionCounter()
         self._failed_in_a_row = self._filtered_in_a_row = 0
         self._num_started = self._num_finished = self._state.num_batches * config.batch_size
         self._restore(checkpoint.rollouts if checkpoint else ())
@@ -353,29 +354,3 @@ class Actor:
 
 def _has_no_signal(group: RolloutGroup) -> bool:
     return len({rollout.reward for rollout in group.rollouts}) == 1
-
-
-class _VersionCounter:
-    """How many weight versions the rollouts in flight have tokens of, without looking at their tokens."""
-
-    def __init__(self) -> None:
-        self._version = -1  # the newest one seen
-        self._num_swaps = 0
-        self._before_swaps: dict[RolloutId, int] = {}  # versions of a rollout, less the swaps before it was started
-
-    def most(self, version: int) -> int:
-        """Of any rollout in flight, if `version` samples its next token; 0 if there is none."""
-        self._see(version)
-        return max(self._before_swaps.values(), default=-self._num_swaps) + self._num_swaps
-
-    def started(self, rollout: Rollout, version: int) -> None:
-        self._see(version)
-        num_versions = len({version, *rollout.generated.weight_versions.tolist()})
-        self._before_swaps[rollout.rollout_id] = num_versions - self._num_swaps
-
-    def ended(self, rollout: Rollout) -> None:
-        del self._before_swaps[rollout.rollout_id]
-
-    def _see(self, version: int) -> None:
-        self._num_swaps += version != self._version
-        self._version = version

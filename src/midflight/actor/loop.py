@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from midflight.actor.actor import Actor, ChosenGroups
 from midflight.actor.meter import RolloutMeter
@@ -23,6 +24,14 @@ from midflight.types import TrainingBatch
 WAIT_SLICE_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """How often what costs more than a token does is done, seconds; 0: in every turn."""
+
+    grades_s: float = 0.01  # exchanging responses for grades, while there is something to generate
+    save_s: float = 0.1  # writing what is in flight to the partial-rollout buffer
+
+
 class RolloutLoop:
     def __init__(
         self,
@@ -34,9 +43,9 @@ class RolloutLoop:
         preprocessing: Preprocessing,
         tracer: Tracer,
         partials: PartialBuffer | None = None,
-        save_every_s: float = 0.1,
+        intervals: Intervals = Intervals(),
     ) -> None:
-        """What is in flight is written to `partials` about every `save_every_s`, and at the end."""
+        """What is in flight is written to `partials`, if there is one, now and then and at the end."""
         self._actor = actor
         self._generator = generator
         self._schedule = schedule
@@ -45,8 +54,8 @@ class RolloutLoop:
         self._preprocessing = preprocessing
         self._tracer = tracer
         self._partials = partials
-        self._save_every_s = save_every_s
-        self._next_save_s = 0.0
+        self._intervals = intervals
+        self._next_grades_s = self._next_save_s = 0.0
         self._meter = RolloutMeter(tracer, actor.state)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -62,19 +71,26 @@ class RolloutLoop:
         """Everything there is to do at one token, if `newest` is the newest version of the weights."""
         actor, schedule = self._actor, self._schedule
         # The tensors of an update that is being copied must not be received over.
-        if not self._generator.update_pending and schedule.should_update_weights(actor.fleet(newest)):
+        fleet = actor.fleet(newest)
+        if not self._generator.update_pending and schedule.should_update_weights(fleet):
             self._update_weights()
-        if schedule.should_abort(actor.fleet(newest)):
+            fleet = actor.fleet(newest)
+        if schedule.should_abort(fleet):
             actor.abort()
-        actor.admit(actor.fleet(newest))
+            fleet = actor.fleet(newest)
+        actor.admit(fleet)
         # A pending update goes on in steps, even if there is nothing left to sample.
         if self._generator.num_in_flight or self._generator.update_pending:
             with self._tracer.span("decode"):
                 actor.step()
-        actor.collect_grades()
+        now_s = time.monotonic()
+        if now_s >= self._next_grades_s:
+            actor.collect_grades()
+            self._next_grades_s = now_s + self._intervals.grades_s
         handed_over = self._hand_over(newest)
-        if time.monotonic() >= self._next_save_s:
+        if now_s >= self._next_save_s:
             self._save()
+            self._next_save_s = now_s + self._intervals.save_s
         if not self._generator.num_in_flight and not handed_over:
             self._wait(newest)
 
@@ -123,4 +139,3 @@ class RolloutLoop:
             return
         with self._tracer.span("save"):
             self._partials.save(self._actor.state, self._actor.open_rollouts(), self._actor.tokens_of)
-        self._next_save_s = time.monotonic() + self._save_every_s

@@ -106,7 +106,7 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
         "runs": runs,
     }
     write_whole(out / "compare.json", json.dumps(result, indent=2) + "\n")
-    _plot(runs, out / "compare.png", report)
+    _plot(runs, out, report)
     report(f"written to {out}")
     return result
 
@@ -140,7 +140,7 @@ def _run(comparison: Comparison, spec: ScheduleSpec, seed: int, out: Path, repor
     return {
         "schedule": spec.text,
         "seed": seed,
-        "run_directory": str(directory),
+        "run_directory": directory.name,
         **figures,
         "curve": curve(lines),
     }
@@ -180,8 +180,9 @@ def _reached(comparison: Comparison, directory: Path, report: Report) -> Seconds
     return reached
 
 
-def _plot(runs: Sequence[Figures], path: Path, report: Report) -> None:
+def _plot(runs: Sequence[Figures], out: Path, report: Report) -> None:
+    path = out / "compare.png"
     try:
-        plot_runs([Path(run["run_directory"]) for run in runs], path, [run["schedule"] for run in runs])
+        plot_runs([out / run["run_directory"] for run in runs], path, [run["schedule"] for run in runs])
     except MissingExtraError as error:
         report(f"no {path.name}: {error}")

@@ -130,7 +130,7 @@ def test_schedules_alternate_within_a_seed_and_every_run_is_under_the_same_condi
     assert len(set(runs.directories)) == 4
     assert result["seeds"] == [5, 6]
     assert [row["schedule"] for row in result["rows"]] == ["pipeline", "april"]
-    assert [run["run_directory"] for run in result["runs"]] == [str(directory) for directory in runs.directories]
+    assert [run["run_directory"] for run in result["runs"]] == [directory.name for directory in runs.directories]
     assert result["rows"][0]["groups"]["started"] == 248
 
 

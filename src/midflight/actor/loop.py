@@ -70,8 +70,8 @@ class RolloutLoop:
     def turn(self, newest: int) -> None:
         """Everything there is to do at one token, if `newest` is the newest version of the weights."""
         actor, schedule = self._actor, self._schedule
-        # The tensors of an update that is being copied must not be received over.
         fleet = actor.fleet(newest)
+        # The tensors of an update that is being copied must not be received over.
         if not self._generator.update_pending and schedule.should_update_weights(fleet):
             self._update_weights()
             fleet = actor.fleet(newest)
@@ -95,7 +95,7 @@ class RolloutLoop:
             self._wait(newest)
 
     def _wait(self, newest: int) -> None:
-        # An abort has just emptied the generator; its batch is handed over in the next turn.
+        """For whoever must act next, unless the schedule itself has something to start."""
         if self._actor.num_ungraded:
             with self._tracer.span("grade"):
                 self._actor.collect_grades(WAIT_SLICE_S)

@@ -231,8 +231,11 @@ def _catch_up(
     After a kill the trainer is back at its checkpoint, and rollouts may have tokens of versions that it makes again
     from the batches in the stream.
     """
-    rollouts = checkpoint.rollouts if checkpoint else []
-    newest = max((int(rollout.generated.weight_versions.max(initial=0)) for rollout in rollouts), default=0)
+    if checkpoint is None:
+        return
+    newest = max((int(each.generated.weight_versions.max(initial=0)) for each in checkpoint.rollouts), default=0)
+    # A loss of power may have taken the last batches; without them there is nothing to make such versions from.
+    newest = min(newest, checkpoint.state.num_batches)
     if engine.weight_version < newest:
         _wait_for_weights(receiver, newest, context)
         engine.update_weights(*receiver.receive())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from midflight import cli
 from midflight.metrics.jsonl import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -203,16 +204,30 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_older_one_and_loses_nothing(tmp_p
         ((RECIPE, "task.type=midflight.testing.fakes:CountingEnvironment"), "'-1': it has no -"),
         (("/tmp",), "is a directory; to go on with the run in it, add --resume"),
         (("/tmp", "--resume"), "holds no run"),
+        ((RECIPE, "schedule.max_waiting=16"), "the batch could never fill up; 32 or more would work"),
+        (
+            (RECIPE, "schedule.type=april", "schedule.over_sampling=0.5"),
+            "should be greater than or equal to 1, got 0.5",
+        ),
     ],
     ids=lambda value: str(value[-1]) if isinstance(value, tuple) else "",
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    tmp_path: Path, arguments: tuple[str | Path, ...], message: str
+    tmp_path: Path,
+    arguments: tuple[str | Path, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """In this process, which has imported everything already."""
     runs = [] if "--resume" in arguments else [f"run.directory={tmp_path / 'run'}"]
-    done = midflight("train", *arguments, *runs, expect=2)
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", ["midflight", "train", *map(str, [*arguments, *runs])])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    stderr = capfd.readouterr().err
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists(), "a wrong recipe must not start anything"
 
 

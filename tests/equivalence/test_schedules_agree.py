@@ -43,6 +43,7 @@ def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: C
         assert run.trainer.lag_histogram.keys() == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "overrides"),
     [

@@ -24,6 +24,8 @@ from midflight.errors import RolloutError
 from midflight.testing.verifiers import ObedientEnvironment
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 TIMEOUT_S = 60.0
 PATIENCE_S = 2.0  # of the pools whose verifiers hang: long enough for the others, on a busy machine too
 PROBLEM = Problem("0", "0", "0")

@@ -329,6 +329,7 @@ each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
 @each_schedule
+@pytest.mark.slow
 @given(worlds)
 @settings(max_examples=40)
 def test_groups_without_signal_are_left_out_and_replaced(name: str, world: World) -> None:

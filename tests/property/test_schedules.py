@@ -234,6 +234,7 @@ def test_conventional_keeps_its_bound(world: World, steps_per_rl_step: int, num_
     batch_size = num_groups * GROUP_SIZE
     run = Run(ConventionalSchedule(batch_size, steps_per_rl_step), batch_size, world).finish()
     assert max(run.lags()) <= steps_per_rl_step - 1
+    assert run.actor.state.num_updates <= NUM_STEPS // steps_per_rl_step, "weights were updated within an RL step"
     run.check_accounts()
 
 
@@ -302,7 +303,12 @@ def test_the_queue_of_the_pipeline_is_as_long_as_it_may_be(
     schedule = PipelineSchedule(batch_size, num_in_flight, max_waiting, when_full=when_full)  # type: ignore[arg-type]
     run = Run(schedule, batch_size, world)
     while run.receiver.version < NUM_STEPS:
+        version, num_dropped = run.receiver.version, run.actor.state.num_dropped_groups
         run.turn()
+        if run.actor.state.num_dropped_groups > num_dropped:
+            fleet = run.actor.fleet(version)
+            waiting = fleet.num_finished - min(fleet.num_batches, version + 1) * batch_size
+            assert waiting > max_waiting - GROUP_SIZE, "more was dropped than had to be"
         fleet = run.actor.fleet(run.receiver.version)
         waiting = fleet.num_finished - min(fleet.num_batches, fleet.newest_version + 1) * batch_size
         assert fleet.num_in_flight <= num_in_flight

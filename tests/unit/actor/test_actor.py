@@ -16,7 +16,7 @@ from midflight.protocols import Schedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
-from midflight.types import ActorCheckpoint, GenerationRequest, RolloutGroup, RolloutStatus, SamplingParams
+from midflight.types import ActorCheckpoint, FleetView, GenerationRequest, RolloutGroup, RolloutStatus, SamplingParams
 
 CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tokens=50), seed=0)
 
@@ -235,3 +235,18 @@ def test_a_verifier_slower_than_generation_slows_it_down(when_full: Literal["blo
     assert 12 <= actor.num_ungraded <= 12 + 8
     run(actor, 1000)
     assert actor.fleet(0).num_finished > 12
+
+
+def test_of_what_was_interrupted_the_oldest_goes_on_first() -> None:
+    class Limited(ConventionalSchedule):
+        limit = 4
+
+        def num_to_admit(self, fleet: FleetView) -> int:
+            return self.limit - fleet.num_in_flight
+
+    actor = new_actor(ScriptedGenerator(lambda _: 9), Limited(4), CountingEnvironment())
+    run(actor, 2)
+    actor.abort()
+    Limited.limit = 2
+    run(actor, 1)
+    assert sorted(actor._running) == [0, 1]

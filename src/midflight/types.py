@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 RolloutId = NewType("RolloutId", int)

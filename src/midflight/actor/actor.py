@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from midflight.actor.grading import response_text
 from midflight.actor.versions import VersionCounter
 from midflight.errors import RequestError, RolloutError
 from midflight.protocols import Environment, Generator, Grader, Schedule
@@ -23,7 +24,6 @@ from midflight.types import (
     ActorCheckpoint,
     ActorState,
     Completion,
-    FinishReason,
     FleetView,
     GeneratedTokens,
     GenerationRequest,
@@ -264,12 +264,10 @@ class Actor:
     # --- grades -----------------------------------------------------------------------------------------------
 
     def _submit(self, rollout: Rollout) -> None:
-        token_ids = rollout.generated.token_ids
-        if rollout.finish_reason is FinishReason.STOP:
-            token_ids = token_ids[:-1]
         self._ungraded[rollout.rollout_id] = rollout
         problem = self._open[rollout.group_id].problem
-        self._grader.submit(rollout.rollout_id, problem, self._tokenizer.decode(token_ids))
+        text = response_text(self._tokenizer, rollout.generated, rollout.finish_reason)
+        self._grader.submit(rollout.rollout_id, problem, text)
 
     def _take_grade(self, graded: GradedResponse) -> None:
         rollout = self._ungraded.pop(graded.rollout_id)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 from midflight.protocols import Environment
-from midflight.types import Grade, GradedResponse, Problem, RolloutId
+from midflight.types import FinishReason, GeneratedTokens, Grade, GradedResponse, Problem, RolloutId
 
 _MAX_REASON = 500  # characters: it goes into a log line and, at worst, into the one line that ends the run
+
+
+def response_text(tokenizer: Any, generated: GeneratedTokens, finish_reason: FinishReason | None) -> str:
+    """What a verifier reads: without the token that ended it."""
+    stopped = finish_reason is FinishReason.STOP
+    text: str = tokenizer.decode(generated.token_ids[: -1 if stopped else None])
+    return text
 
 
 def grade_response(environment: Environment, rollout_id: RolloutId, problem: Problem, response: str) -> GradedResponse:

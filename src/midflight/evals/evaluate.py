@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from midflight.actor.grading import response_text
 from midflight.protocols import Environment, Generator, Grader
-from midflight.types import FinishReason, GenerationRequest, Problem, RolloutId, SamplingParams
+from midflight.types import Float64Array, GenerationRequest, Problem, RolloutId, SamplingParams
 
 _WAIT_SLICE_S = 0.2
-
-Float64Array = npt.NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +66,7 @@ class Examiner:
         answers = Answers(np.zeros(len(problems)), np.zeros(len(problems)), [])
         while generator.num_in_flight or grader.num_pending:
             for completion in generator.step():
-                stopped = completion.finish_reason is FinishReason.STOP
-                token_ids = completion.generated.token_ids[: -1 if stopped else None]
-                text = self.tokenizer.decode(token_ids)
+                text = response_text(self.tokenizer, completion.generated, completion.finish_reason)
                 grader.submit(completion.rollout_id, problems[completion.rollout_id], text)
                 answers.lengths[completion.rollout_id] = len(completion.generated)
             for graded in grader.results(0.0 if generator.num_in_flight else _WAIT_SLICE_S):

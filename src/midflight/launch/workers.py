@@ -73,6 +73,12 @@ class WorkerContext:
     def weights_path(self) -> Path:
         return self.weights_directory / "weights"
 
+    def wait_until(self, happens: Callable[[float], bool]) -> None:
+        """`happens(timeout_s)` waits and says whether it did. Ends the process if it should stop meanwhile."""
+        while not happens(_WAIT_SLICE_S):
+            if self.should_stop():
+                raise SystemExit(0)
+
     def tell(self, *message: object) -> None:
         with contextlib.suppress(OSError):  # a supervisor that was killed hears nothing
             self.supervisor.send(message)
@@ -154,9 +160,7 @@ def rollout_body(context: WorkerContext) -> None:
         actor_config = build_actor_config(recipe, tokenizer)
         actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
         loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer, partials)
-        while not grader.wait_until_ready(_WAIT_SLICE_S):
-            if context.should_stop():
-                raise SystemExit(0)
+        context.wait_until(grader.wait_until_ready)
         _start_together(context)
         with tracer.span("wait"):
             _catch_up(engine, receiver, checkpoint, context)
@@ -208,9 +212,7 @@ def _tracer(run: RunDirectory, role: str) -> Tracer:
 def _start_together(context: WorkerContext) -> None:
     """So that the clock of the run starts when both sides are set up."""
     context.tell("ready")
-    while not context.supervisor.poll(_WAIT_SLICE_S):
-        if context.should_stop():
-            raise SystemExit(0)
+    context.wait_until(context.supervisor.poll)
     try:
         context.supervisor.recv()
     except (EOFError, OSError):
@@ -218,9 +220,7 @@ def _start_together(context: WorkerContext) -> None:
 
 
 def _wait_for_weights(receiver: SharedMemoryReceiver, version: int, context: WorkerContext) -> None:
-    while not receiver.wait(newer_than=version - 1, timeout_s=_WAIT_SLICE_S):
-        if context.should_stop():
-            raise SystemExit(0)
+    context.wait_until(lambda timeout_s: receiver.wait(newer_than=version - 1, timeout_s=timeout_s))
 
 
 def _catch_up(

@@ -5,10 +5,9 @@ Units: lengths are in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-Histogram = Mapping[int, int]
+from midflight.metrics.lag import Histogram
 
 
 def length_ks(generated: Histogram, trained: Histogram) -> float | None:

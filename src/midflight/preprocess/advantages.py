@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
+from midflight.types import Float64Array
 
 # Keeps the division finite where all rewards of a group are equal; the numerator is zero there.
 _STD_EPSILON = 1e-4

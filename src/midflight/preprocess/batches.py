@@ -9,12 +9,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from midflight.preprocess.advantages import Float64Array
 from midflight.preprocess.packing import pack
 from midflight.types import (
     ActorState,
     FinishReason,
     Float32Array,
+    Float64Array,
     Microbatch,
     Rollout,
     RolloutGroup,

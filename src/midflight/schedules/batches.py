@@ -1,4 +1,4 @@
-"""What several schedules do with groups that are ready."""
+"""What several schedules share: making up a batch, and the two halves of a bound on the lag."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def take_batch(groups: Iterable[ReadyGroup], batch_size: int) -> BatchChoice | N
         if num_rollouts == batch_size:
             return BatchChoice(train=tuple(chosen))
     return None
+
+
+def num_startable(fleet: FleetView, batch_size: int, max_lag: int) -> int:
+    """Rollouts that may be started now if no token's lag may be above `max_lag`, given batches in start order."""
+    return (fleet.version + max_lag + 1) * batch_size - fleet.num_started
 
 
 def in_start_order(fleet: FleetView, ready: Sequence[ReadyGroup]) -> list[ReadyGroup]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from midflight.schedules.batches import in_start_order, take_batch
+from midflight.schedules.batches import in_start_order, num_startable, take_batch
 from midflight.types import BatchChoice, FleetView, ReadyGroup
 
 
@@ -32,11 +32,11 @@ class BoundedSchedule:
         return self.num_in_flight or num_batches * self.batch_size
 
     def num_to_admit(self, fleet: FleetView) -> int:
-        num_batches = fleet.version + self.max_lag + 1
+        free = min(num_startable(fleet, self.batch_size, self.max_lag), self.max_in_flight - fleet.num_in_flight)
         if self.updates == "boundary":
-            num_batches = min(num_batches, fleet.num_finished // self.batch_size + 1)
-        left = num_batches * self.batch_size - fleet.num_started
-        return max(0, min(left, self.max_in_flight - fleet.num_in_flight))
+            end_of_batch = (fleet.num_finished // self.batch_size + 1) * self.batch_size
+            free = min(free, end_of_batch - fleet.num_started)
+        return max(0, free)
 
     def should_abort(self, fleet: FleetView) -> bool:
         return False

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from midflight.schedules.batches import in_start_order, take_batch
+from midflight.schedules.batches import in_start_order, num_startable, take_batch
 from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 
 
@@ -44,7 +44,7 @@ class PipelineSchedule:
         waiting = fleet.num_ungraded + (self._num_waiting(fleet) if self.when_full == "block" else 0)
         free -= max(0, waiting - self.max_waiting)
         if self.max_lag is not None:
-            free = min(free, (fleet.version + self.max_lag + 1) * self.batch_size - fleet.num_started)
+            free = min(free, num_startable(fleet, self.batch_size, self.max_lag))
         return max(0, free)
 
     def should_abort(self, fleet: FleetView) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -10,6 +11,7 @@ from midflight.types import (
     BatchChoice,
     Completion,
     FleetView,
+    Float32Array,
     GeneratedTokens,
     GenerationRequest,
     Grade,
@@ -87,6 +89,14 @@ class Grader(Protocol):
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         """What has been graded since the last call, in any order; waits up to `timeout_s` for the first."""
+        ...
+
+
+class Reference(Protocol):
+    """A frozen policy that the one in training is compared with."""
+
+    def logprobs(self, microbatch: Microbatch) -> Float32Array:
+        """Log-probability of every token that carries loss, under the sampling temperature, 0 at others; `[T]`."""
         ...
 
 
@@ -193,14 +203,32 @@ class Stream(Protocol[Record]):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyOutputs:
+    """What a forward pass says about every token that carries loss; each `[M]`."""
+
+    logprobs: Tensor  # nats, under the sampling temperature
+    entropy: Tensor  # of the distribution the token is from, nats
+    values: Tensor | None  # expected reward before the token; None without a value head
+
+
 @runtime_checkable
 class TrainerBackend(Protocol):
-    """The five verbs of training; the RL loop knows nothing else (and saving, which only a backend can do)."""
+    """The five verbs of training; the RL loop knows nothing else.
+
+    Besides, only a backend can save weights, and remember them for losses with a proximal policy.
+    """
 
     def init(self, rank: int) -> None: ...
 
-    def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Log-probability of every token that carries loss, and the entropy of its distribution; both `[M]`."""
+    def forward(self, microbatch: Microbatch) -> PolicyOutputs: ...
+
+    def remember_proximal(self) -> None:
+        """The weights of now are the proximal policy from now on, also after `save` and `load`."""
+        ...
+
+    def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
+        """`forward` of the proximal policy, without gradient."""
         ...
 
     def backward(self, loss: Tensor) -> None: ...

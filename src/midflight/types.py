@@ -175,6 +175,7 @@ class Trajectory:
     behavior_logprobs: Float32Array
     weight_versions: Int32Array
     advantages: Float32Array
+    reward: float  # what a value function learns to predict
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Microbatch:
     Trajectories that begin with the same prompt share one copy of it: the first has the prompt as part of its own
     tokens, the others have `prefix_lengths[s]` tokens before their own, which stand at `prefix_starts[s]`.
 
-    Shapes: every array `[T]` but the last three, `[S]`; `sequence_lengths` count own tokens and sum to T.
+    Shapes: `[T]` down to `ref_logprobs`, then `[S]`; `sequence_lengths` count own tokens and sum to T.
     """
 
     token_ids: Int32Array
@@ -195,10 +196,17 @@ class Microbatch:
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     weight_versions: Int32Array
-    advantages: Float32Array
+    advantages: Float32Array  # zero if they are to come from a value function
+    ref_logprobs: Float32Array | None  # under the frozen reference; None if there is none
     sequence_lengths: Int32Array
     prefix_starts: Int32Array
     prefix_lengths: Int32Array  # 0 where nothing is shared
+    rewards: Float32Array
+
+    def sequence_index(self) -> Int32Array:
+        """Which sequence each token that carries loss belongs to, `[M]`; they stand in order."""
+        sequences = np.arange(len(self.sequence_lengths), dtype=np.int32)
+        return np.repeat(sequences, self.sequence_lengths)[self.loss_mask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +254,14 @@ class TrainingBatch:
     """The sequences of one optimizer step, packed. Batch `index` is trained on by weights of version `index`.
 
     Denominators count the whole batch, so that neither packing nor ranks change the gradient. Trajectories that
-    cannot contribute a gradient (zero advantage everywhere) may be left out of `microbatches`; they still count.
+    cannot contribute a gradient may be left out of `microbatches`; they still count.
     """
 
     index: int
-    microbatches: list[Microbatch]
+    microbatches: list[list[Microbatch]]  # by data-parallel rank
     num_rollouts: int
     num_response_tokens: int
-    num_loss_tokens: int  # response tokens that carry loss: all but those masked for their age
+    num_loss_tokens: int  # response tokens that carry loss: all but those masked for their age or truncation
     group_ids: list[GroupId]
     lag_histogram: dict[int, int]  # token_lag (in optimizer steps) -> tokens that carry loss
     lag_by_position: Float32Array  # [10] mean token_lag in each tenth of a response; NaN where there is no token

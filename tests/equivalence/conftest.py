@@ -15,12 +15,12 @@ from midflight.config import Recipe, load_recipe
 from midflight.launch.build import (
     build_actor_config,
     build_engine,
-    build_loss,
     build_preprocessing,
     build_schedule,
     build_trainer,
 )
 from midflight.launch.environments import build_environment
+from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.streams.codec import Codec
@@ -96,13 +96,11 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
         checkpoint_every=10**9,
         keep_checkpoints=1,
         max_nonfinite_steps=5,
-        max_ratio=recipe.loss.max_ratio,
-        denominator=recipe.loss.denominator,
         checkpoints=directory / "checkpoints",
         rejected_batches=directory / "rejected",
     )
     training = TrainLoop(
-        settings, backend, build_loss(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
+        settings, backend, build_objective(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
         Codec(TrainingBatch).encode,
     )  # fmt: skip
     return Loops(weights, stream, actor, rollouts, training)

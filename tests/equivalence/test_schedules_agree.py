@@ -33,8 +33,8 @@ def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: C
         run = run_recipe(*COMMON, *overrides)
         for expected, batch in zip(conventional.batches[:NUM_STEPS], run.batches[:NUM_STEPS], strict=True):
             assert batch.group_ids == expected.group_ids, schedule
-            assert len(batch.microbatches) == len(expected.microbatches)
-            for ours, theirs in zip(batch.microbatches, expected.microbatches, strict=True):
+            assert len(batch.microbatches[0]) == len(expected.microbatches[0])
+            for ours, theirs in zip(batch.microbatches[0], expected.microbatches[0], strict=True):
                 np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
                 np.testing.assert_array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
                 np.testing.assert_array_equal(ours.advantages, theirs.advantages)
@@ -67,7 +67,7 @@ def test_tokens_that_are_too_old_carry_no_loss(run_recipe: Callable) -> None:
         assert batch.lag_histogram.keys() <= {0}
         assert batch.num_loss_tokens == sum(batch.lag_histogram.values())
         num_masked += batch.num_response_tokens - batch.num_loss_tokens
-        for microbatch in batch.microbatches:
+        for microbatch in batch.microbatches[0]:
             assert (microbatch.weight_versions[microbatch.loss_mask] == batch.index).all()
             assert not microbatch.advantages[~microbatch.loss_mask].any()
     assert num_masked > 0, "no rollout was carried over: the run shows nothing about masking"
@@ -92,7 +92,7 @@ def test_dynamic_sampling_leaves_out_groups_without_signal(run_recipe: Callable)
     run = run_recipe(*COMMON, "batch.dynamic_sampling=true", "trainer.max_steps=6", "schedule.num_in_flight=24")
     assert run.actor.num_filtered_groups > 0
     for batch in run.batches:
-        num_sequences = sum(len(microbatch.sequence_lengths) for microbatch in batch.microbatches)
+        num_sequences = sum(len(microbatch.sequence_lengths) for microbatch in batch.microbatches[0])
         assert num_sequences == batch.num_rollouts, "a trajectory without a gradient was trained on"
     filtered = sum(line["dropped/filtered_groups"] for line in run.metrics)
     assert 0 < filtered <= run.actor.num_filtered_groups

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from midflight.launch.build import build_loss, build_trainer
+from midflight.launch.build import build_trainer
+from midflight.launch.objectives import build_objective
+from midflight.losses.denominators import BatchCounts
 from midflight.models.attention import PACKED_ATTENTION, PackedSequences
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
-from midflight.trainer.loop import loss_inputs
+from midflight.trainer.inputs import loss_inputs
 from midflight.types import Microbatch, RolloutId, Trajectory
 
 from .conftest import RECIPE, load_recipe
@@ -27,7 +29,9 @@ def trajectories(lengths: list[int]) -> list[Trajectory]:
         token_ids = rng.integers(3, VOCAB_SIZE, length).astype(np.int32)
         logprobs = np.where(mask, rng.uniform(-4, -0.1, length), 0).astype(np.float32)
         advantage = np.where(mask, rng.normal(), 0).astype(np.float32)
-        made.append(Trajectory(RolloutId(number), token_ids, mask, logprobs, np.zeros(length, np.int32), advantage))
+        made.append(
+            Trajectory(RolloutId(number), token_ids, mask, logprobs, np.zeros(length, np.int32), advantage, 1.0)
+        )
     return made
 
 
@@ -66,6 +70,7 @@ def siblings() -> list[Trajectory]:
                 np.concatenate([np.zeros(len(prompt), np.float32), own.behavior_logprobs]),
                 np.zeros(len(prompt) + len(own.token_ids), np.int32),
                 np.full(len(prompt) + len(own.token_ids), rng.normal(), np.float32),
+                1.0,
             )
         )
     return made
@@ -73,7 +78,7 @@ def siblings() -> list[Trajectory]:
 
 def test_a_shared_prompt_is_computed_once_and_changes_no_gradient() -> None:
     batch = siblings()
-    num_tokens = float(sum(trajectory.loss_mask.sum() for trajectory in batch))
+    num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
     (shared,) = pack(batch, max_tokens=4096)
     assert len(shared.token_ids) == sum(len(each.token_ids) for each in batch) - 3 * 9 - 2 * 14
     together = gradients([shared], num_tokens)
@@ -83,19 +88,20 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_gradient() -> None:
         assert (together[name] - expected).abs().max() <= 2e-6 * scale, name
 
 
-def gradients(microbatches: list[Microbatch], denominator: float) -> dict[str, torch.Tensor]:
+def gradients(microbatches: list[Microbatch], num_tokens: int) -> dict[str, torch.Tensor]:
     recipe = load_recipe(RECIPE)
-    trainer = build_trainer(recipe, InProcessWeights())
+    trainer, objective = build_trainer(recipe, InProcessWeights()), build_objective(recipe)
     trainer.init(rank=0)
+    counts = BatchCounts(num_tokens, num_sequences=8, max_response_tokens=recipe.sampling.max_tokens)
     for microbatch in microbatches:
-        policy_logprobs, _ = trainer.forward(microbatch)
-        trainer.backward(build_loss(recipe)(loss_inputs(microbatch, policy_logprobs, denominator)).loss)
+        inputs = loss_inputs(microbatch, trainer.forward(microbatch), None, counts, objective)
+        trainer.backward(objective(inputs).loss)
     return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def test_the_gradient_does_not_depend_on_the_split_or_the_order() -> None:
     batch = trajectories([12, 30, 7, 55, 21, 4, 33, 18])
-    num_tokens = float(sum(trajectory.loss_mask.sum() for trajectory in batch))
+    num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
     whole = gradients(pack(batch, max_tokens=4096), num_tokens)
     one_by_one = gradients([pack([trajectory], 4096)[0] for trajectory in reversed(batch)], num_tokens)
     tight = gradients(pack(batch, max_tokens=64), num_tokens)
@@ -111,11 +117,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     trainer.init(rank=0)
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     (microbatch,) = pack(trajectories([20]), 64)
-    policy_logprobs, _ = trainer.forward(microbatch)
+    policy_logprobs = trainer.forward(microbatch).logprobs
     trainer.backward((policy_logprobs * torch.nan).sum())
     assert trainer.optimizer_step()["skipped"] == 1.0
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
-    policy_logprobs, _ = trainer.forward(microbatch)
+    policy_logprobs = trainer.forward(microbatch).logprobs
     trainer.backward(policy_logprobs.sum())
     assert trainer.optimizer_step()["skipped"] == 0.0
     assert any(not torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
@@ -125,7 +131,7 @@ def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (microbatch,) = pack(trajectories([20, 33, 8]), 128)
 
     def step(trainer) -> None:  # type: ignore[no-untyped-def]
-        policy_logprobs, _ = trainer.forward(microbatch)
+        policy_logprobs = trainer.forward(microbatch).logprobs
         trainer.backward(-policy_logprobs.mean())
         trainer.optimizer_step()
 

@@ -132,7 +132,7 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
     assert set(known) <= set(range(checkpoint.state.next_group_id))
     assert checkpoint.state.next_group_id - len(known) == first * BATCH_SIZE // GROUP_SIZE
     assert {rollout.group_id for rollout in checkpoint.rollouts} <= set(checkpoint.state.open_group_ids)
-    for microbatch in (microbatch for batch in batches.values() for microbatch in batch.microbatches):
+    for microbatch in (microbatch for batch in batches.values() for microbatch in batch.microbatches[0]):
         ends = np.cumsum(microbatch.sequence_lengths)
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             own = slice(start, end)
@@ -231,7 +231,7 @@ def saved_partials(run: RunDirectory) -> list[Rollout]:
 
 def sequences(batch: TrainingBatch) -> Iterator[GeneratedTokens]:
     """The sampled tokens of every sequence in a batch."""
-    for microbatch in batch.microbatches:
+    for microbatch in batch.microbatches[0]:
         ends = np.cumsum(microbatch.sequence_lengths).tolist()
         for start, end in zip([0, *ends], ends, strict=False):
             sampled = start + np.flatnonzero(microbatch.loss_mask[start:end])

@@ -157,7 +157,7 @@ class Run:
             self.config, self.generator, self.schedule, environment, grader, DigitTokenizer(), checkpoint
         )
         self.actor.handed_over = self.batches
-        preprocessing = Preprocessing(group_mean, max_tokens=1 << 30)
+        preprocessing = Preprocessing(group_mean, max_tokens=1 << 30, max_response_tokens=1 << 30)
         self.loop = RolloutLoop(
             self.actor,
             self.generator,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import ConventionalConfig, PipelineConfig, describe_recipe, dump_recipe, load_recipe
+from midflight.config import describe_recipe, dump_recipe, load_recipe
+from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import RecipeError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

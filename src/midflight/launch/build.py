@@ -13,22 +13,28 @@ from torch import Tensor
 
 from midflight.actor.actor import ActorConfig
 from midflight.actor.grading_pool import GradingPool
-from midflight.config import AprilConfig, BoundedConfig, ConventionalConfig, OneStepOffConfig, PipelineConfig, Recipe
+from midflight.config import Recipe
+from midflight.config.schedules import (
+    AprilConfig,
+    BoundedConfig,
+    ConventionalConfig,
+    OneStepOffConfig,
+    PipelineConfig,
+)
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
 from midflight.errors import ModelError, RecipeError
 from midflight.launch.environments import build_environment
-from midflight.losses.reinforce import reinforce
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
 from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
-from midflight.protocols import Environment, Schedule, WeightSender
+from midflight.preprocess.reference import FrozenReference
+from midflight.protocols import Environment, Reference, Schedule, WeightSender
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
-from midflight.trainer.loop import Loss
-from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
+from midflight.trainer.single import OptimizerSettings, PolicySettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
 _NUM_TOKENIZER_SAMPLES = 64
@@ -100,19 +106,35 @@ def build_engine(
 
 
 def build_preprocessing(recipe: Recipe) -> Preprocessing:
-    return Preprocessing(ADVANTAGES[recipe.advantage.type], recipe.batch.max_tokens, recipe.batch.mask_older_than)
+    batch, advantage = recipe.batch, recipe.advantage
+    learns_values = advantage.type == "value"
+    return Preprocessing(
+        advantage=None if learns_values else ADVANTAGES[advantage.type],
+        max_tokens=batch.max_tokens,
+        max_response_tokens=recipe.sampling.max_tokens,
+        normalize_advantages=advantage.normalize_batch,
+        mask_older_than=batch.mask_older_than,
+        mask_truncated=batch.mask_truncated,
+        overlong_buffer=recipe.reward.overlong_buffer,
+        keep_all=learns_values or recipe.loss.needs_every_token,
+        reference=None if recipe.loss.kl_coefficient is None else build_reference(recipe),
+    )
 
 
-def build_loss(recipe: Recipe) -> Loss:
-    return functools.partial(reinforce, max_ratio=recipe.loss.max_ratio)
+def build_reference(recipe: Recipe) -> Reference:
+    path = recipe.reference.path or recipe.model.path
+    return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
 
 
 def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
     config = recipe.trainer
-    settings = OptimizerSettings(config.learning_rate, config.adam_betas, config.weight_decay, config.max_grad_norm)
-    return SingleProcessTrainer(
-        recipe.model.path, settings, sender, temperature=recipe.sampling.temperature, device=config.device
+    optimizer = OptimizerSettings(config.learning_rate, config.adam_betas, config.weight_decay, config.max_grad_norm)
+    policy = PolicySettings(
+        temperature=recipe.sampling.temperature,
+        with_values=recipe.advantage.type == "value",
+        entropy_gradient=recipe.loss.entropy_coefficient > 0,
     )
+    return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device=config.device)
 
 
 def num_threads(configured: int | None, colocated: bool) -> int:

@@ -28,13 +28,13 @@ from midflight.launch.build import (
     build_actor_config,
     build_engine,
     build_grader,
-    build_loss,
     build_preprocessing,
     build_schedule,
     build_trainer,
     num_threads,
 )
 from midflight.launch.environments import build_environment
+from midflight.launch.objectives import build_objective
 from midflight.launch.run_directory import RunDirectory
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
@@ -135,7 +135,7 @@ def trainer_body(context: WorkerContext) -> None:
     codec = Codec(TrainingBatch)
     with JsonlWriter(run.metrics, resume_version=state.version) as metrics, _tracer(run, "trainer") as tracer:
         loop = TrainLoop(
-            _loop_settings(recipe, run), backend, build_loss(recipe), batches, metrics, tracer, state, codec.encode
+            _loop_settings(recipe, run), backend, build_objective(recipe), batches, metrics, tracer, state, codec.encode
         )
         _start_together(context)
         loop.run(context.should_stop)
@@ -198,8 +198,6 @@ def _loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
         checkpoint_every=trainer.checkpoint_every,
         keep_checkpoints=trainer.keep_checkpoints,
         max_nonfinite_steps=trainer.max_nonfinite_steps,
-        max_ratio=recipe.loss.max_ratio,
-        denominator=recipe.loss.denominator,
         checkpoints=run.checkpoints,
         rejected_batches=run.rejected_batches,
     )

@@ -1,25 +1,68 @@
-"""What every loss is given and gives back."""
+"""What every loss is given and gives back.
+
+Legend: M tokens of one microbatch that carry loss; each belongs to one of its S sequences.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+# exp(80) is near the largest float32; the gradient of an infinite ratio would be no number even where it is clipped.
+_MAX_LOG_RATIO = 80.0
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """exp of log ratios, finite in float32 and with a finite gradient whatever they are."""
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The tokens of one microbatch that carry loss; all tensors [M].
+    """The tokens of one microbatch that carry loss; all tensors [M], log-probabilities in nats.
 
-    `denominator` counts the whole batch, not the microbatch, so the sum over microbatches is the batch's loss.
+    A loss is the sum over tokens of `token_weights` times what the objective says about the token. The weights hold
+    the denominator, which counts the whole batch: the sum over microbatches is the batch's loss, however it is split.
     """
 
-    policy_logprobs: Tensor  # with gradient
-    behavior_logprobs: Tensor
+    policy_logprobs: Tensor  # log pi, with gradient
+    behavior_logprobs: Tensor  # log mu
     advantages: Tensor
-    denominator: float
+    token_weights: Tensor
+    sequence_index: Tensor  # int64, 0 to S - 1
+    num_sequences: int  # S
+    entropy: Tensor | None = None  # of pi; with gradient if there is a bonus for it
+    ref_logprobs: Tensor | None = None  # of the frozen reference
+    proximal_logprobs: Tensor | None = None  # of a recent policy of the trainer
+    values: Tensor | None = None  # expected reward before the token, with gradient
+    proximal_values: Tensor | None = None  # of the same policy as proximal_logprobs
+    returns: Tensor | None = None  # what the values should be
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi - log mu, with gradient."""
+        return self.policy_logprobs - self.behavior_logprobs
+
+    @property
+    def ratio(self) -> Tensor:
+        """pi/mu, with gradient."""
+        return importance_ratio(self.log_ratio)
+
+    def sequence_means(self, values_M: Tensor) -> Tensor:
+        """At each token the mean over the tokens of its sequence that carry loss, [M]."""
+        sums_S = values_M.new_zeros(self.num_sequences).index_add(0, self.sequence_index, values_M)
+        counts_S = self.sequence_index.bincount(minlength=self.num_sequences).clamp(min=1)
+        return (sums_S / counts_S)[self.sequence_index]
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
+    """The loss, and what is worth logging about each token: the metrics are means over the batch's tokens."""
+
     loss: Tensor  # []
+    token_metrics: dict[str, Tensor] = field(default_factory=dict)  # each [M], without gradient
+
+
+Loss = Callable[[LossInputs], LossOutput]

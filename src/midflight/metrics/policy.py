@@ -5,11 +5,15 @@ Legend: M sampled tokens of one microbatch or of a whole batch; everything is co
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from midflight.metrics.kl import k3
 
 # The square of exp(300), summed over any batch, still fits a float64; so does its inverse.
 LOG_RATIO_LIMIT = 300.0
@@ -70,7 +74,7 @@ def kl_behavior(log_ratio_M: Tensor) -> Tensor:
     Not: KL(pi || mu), nor the KL to a frozen reference.
     """
     _require_tokens(log_ratio_M)
-    return _k3(log_ratio_M).mean()
+    return k3(log_ratio_M.double()).mean()
 
 
 @dataclass(slots=True)
@@ -84,9 +88,16 @@ class PolicyMetrics:
     num_tokens: int = 0
     sums: Tensor | None = field(default=None, repr=False)  # in the order `add` stacks them
     largest_ratio: Tensor | None = field(default=None, repr=False)
+    token_metrics: dict[str, Tensor | float] = field(default_factory=dict, repr=False)  # sums
 
-    def add(self, policy_logprobs_M: Tensor, behavior_logprobs_M: Tensor, entropy_M: Tensor) -> None:
-        """Count the tokens of one microbatch; an empty one counts nothing.
+    def add(
+        self,
+        policy_logprobs_M: Tensor,
+        behavior_logprobs_M: Tensor,
+        entropy_M: Tensor,
+        token_metrics: Mapping[str, Tensor] = types.MappingProxyType({}),
+    ) -> None:
+        """Count the tokens of one microbatch; an empty one counts nothing. Of `token_metrics`, means are taken.
 
         Shapes: all [M], of the tokens that carry loss only.
         """
@@ -102,10 +113,12 @@ class PolicyMetrics:
                 clamped_M,
                 clamped_M.square(),
                 (ratio_M > self.max_ratio).double(),
-                _k3(log_ratio_M),
+                k3(log_ratio_M),
                 entropy_M.detach().double(),
             ]
         ).sum(dim=1)
+        for name, values_M in token_metrics.items():
+            self.token_metrics[name] = self.token_metrics.get(name, 0.0) + values_M.double().sum()
         largest = ratio_M.max()
         self.num_tokens += len(ratio_M)
         self.sums = sums if self.sums is None else self.sums + sums
@@ -125,6 +138,7 @@ class PolicyMetrics:
             "ratio/clamped_fraction": num_clamped / num_tokens,
             "kl/behavior": kl / num_tokens,
             "entropy": entropy / num_tokens,
+            **{name: torch.as_tensor(total / num_tokens) for name, total in self.token_metrics.items()},
         }
         return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
@@ -140,11 +154,6 @@ def policy_metrics(
 
 def _normalized_ess(sum_of_weights: Tensor, sum_of_squares: Tensor, num_tokens: int) -> Tensor:
     return sum_of_weights.square() / (num_tokens * sum_of_squares)
-
-
-def _k3(log_ratio_M: Tensor) -> Tensor:
-    limited_M = log_ratio_M.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return limited_M.expm1() - limited_M
 
 
 def _require_tokens(log_ratio_M: Tensor) -> None:

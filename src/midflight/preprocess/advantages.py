@@ -8,6 +8,8 @@ import numpy as np
 
 from midflight.types import Float64Array
 
+Advantage = Callable[[Float64Array], Float64Array]
+
 # Keeps the division finite where all rewards of a group are equal; the numerator is zero there.
 _STD_EPSILON = 1e-4
 
@@ -25,13 +27,27 @@ def group_mean_std(rewards: Float64Array) -> Float64Array:
     return group_mean(rewards) / (np.std(rewards) + _STD_EPSILON)
 
 
+def leave_one_out(rewards: Float64Array) -> Float64Array:
+    """r - mean of the others' rewards: a baseline that does not depend on the rollout itself.
+
+    n / (n - 1) times `group_mean`. Source: RLOO (Kool et al. 2019; Ahmadian et al. 2024).
+    """
+    return group_mean(rewards) * len(rewards) / (len(rewards) - 1)
+
+
 def no_baseline(rewards: Float64Array) -> Float64Array:
     """The rewards themselves."""
     return rewards
 
 
-ADVANTAGES: dict[str, Callable[[Float64Array], Float64Array]] = {
+ADVANTAGES: dict[str, Advantage] = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
+    "leave_one_out": leave_one_out,
     "none": no_baseline,
 }
+
+
+def normalize(advantages: Float64Array) -> Float64Array:
+    """(A - mean(A)) / (std(A) + 1e-4) over the rollouts of a batch. Source: Magistral (2025), sec. 2.1."""
+    return group_mean_std(advantages)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from midflight.preprocess.packing import pack
+from midflight.errors import RecipeError
+from midflight.preprocess.advantages import Advantage, normalize
+from midflight.preprocess.packing import assign_to_ranks, pack
+from midflight.preprocess.rewards import overlong_penalty
+from midflight.protocols import Reference
 from midflight.types import (
     ActorState,
+    BoolArray,
     FinishReason,
     Float32Array,
     Float64Array,
@@ -31,9 +36,16 @@ NUM_POSITIONS = 10  # parts of a response that lags are reported by
 class Preprocessing:
     """What the recipe says about this stage."""
 
-    advantage: Callable[[Float64Array], Float64Array]
+    advantage: Advantage | None  # None: a value function in the trainer estimates them
     max_tokens: int  # per microbatch
+    max_response_tokens: int
+    normalize_advantages: bool = False
     mask_older_than: int | None = None  # optimizer steps; tokens of a greater lag carry no loss
+    mask_truncated: bool = False  # responses that were cut off carry none
+    overlong_buffer: int = 0  # tokens
+    keep_all: bool = False  # trajectories without advantage have a gradient, too
+    reference: Reference | None = None
+    num_ranks: int = 1
 
 
 def build_batch(
@@ -46,21 +58,31 @@ def build_batch(
     dropped_lengths: Sequence[int],
     upstream_metrics: dict[str, float],
 ) -> TrainingBatch:
-    """Batch `index`: advantages per group, then packing. Trajectories with zero advantage are counted, not packed.
+    """Batch `index`: rewards, advantages, loss masks, ranks, packing, reference.
 
-    Leaving them out is exact for losses that are proportional to the advantage, which every loss here is.
+    Trajectories without a gradient are counted, not packed: those no token of which carries loss, and those with zero
+    advantage unless `preprocessing.keep_all`.
+
+    Raises: RecipeError if a rollout is longer than a microbatch.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    oldest = None if preprocessing.mask_older_than is None else index - preprocessing.mask_older_than
+    lengths = np.array([len(rollout.generated) for rollout in rollouts], np.int32)
+    penalties = overlong_penalty(lengths, preprocessing.max_response_tokens, preprocessing.overlong_buffer)
+    rewards = np.array([rollout.reward for rollout in rollouts], np.float64) + penalties
+    advantages = _advantages(rewards, [len(group.rollouts) for group in groups], preprocessing)
     trajectories = [
-        trajectory_of(rollout, float(value), oldest)
-        for group in groups
-        for rollout, value in zip(group.rollouts, _advantages_of(group, preprocessing.advantage), strict=True)
+        trajectory_of(rollout, float(advantage), float(reward), _loss_mask(rollout, index, preprocessing))
+        for rollout, advantage, reward in zip(rollouts, advantages, rewards, strict=True)
     ]
-    microbatches = pack(
-        [trajectory for trajectory in trajectories if trajectory.advantages.any()], preprocessing.max_tokens
-    )
-    num_response_tokens = sum(len(rollout.generated) for rollout in rollouts)
+    has_gradient = [
+        bool(trajectory.loss_mask.any() and (preprocessing.keep_all or trajectory.advantages.any()))
+        for trajectory in trajectories
+    ]
+    microbatches = [
+        _pack([trajectories[member] for member in members if has_gradient[member]], preprocessing)
+        for members in assign_to_ranks(len(trajectories), preprocessing.num_ranks, index)
+    ]
+    num_response_tokens = int(lengths.sum())
     num_loss_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
     return TrainingBatch(
         index=index,
@@ -71,13 +93,15 @@ def build_batch(
         group_ids=[group.group_id for group in groups],
         lag_histogram=_lag_histogram(trajectories, index),
         lag_by_position=_lag_by_position(rollouts, index),
-        trained_lengths=np.array([len(rollout.generated) for rollout in rollouts], np.int32),
+        trained_lengths=lengths,
         generated_lengths=np.array(generated_lengths, np.int32),
         dropped_lengths=np.array(dropped_lengths, np.int32),
         metrics={
             **_rollout_metrics(rollouts),
+            "reward/length_penalty": float(penalties.mean()),
             "masked_token_fraction": 1 - num_loss_tokens / max(num_response_tokens, 1),
-            "padding_fraction": _padding_fraction(microbatches),
+            "without_gradient_fraction": 1 - sum(has_gradient) / len(rollouts),
+            "padding_fraction": _padding_fraction([each for rank in microbatches for each in rank]),
             "dropped/tokens": float(sum(dropped_lengths)),
             **upstream_metrics,
         },
@@ -85,16 +109,14 @@ def build_batch(
     )
 
 
-def trajectory_of(rollout: Rollout, advantage: float, oldest_version: int | None = None) -> Trajectory:
+def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_loss: BoolArray) -> Trajectory:
     """The flat token view of a rollout; the same advantage for every sampled token that carries loss.
 
-    Tokens sampled by a version before `oldest_version` do not: they are only what later ones follow.
+    Shapes: carries_loss [number of generated tokens]. The others are only what later ones follow.
     """
     prompt, generated = rollout.prompt_token_ids, rollout.generated
     num_prompt = len(prompt)
-    length = num_prompt + len(generated)
-    loss_mask = np.zeros(length, np.bool_)
-    loss_mask[num_prompt:] = True if oldest_version is None else generated.weight_versions >= oldest_version
+    loss_mask = _after_prompt(carries_loss, num_prompt)
     return Trajectory(
         rollout_id=rollout.rollout_id,
         token_ids=np.concatenate([prompt, generated.token_ids]),
@@ -102,6 +124,7 @@ def trajectory_of(rollout: Rollout, advantage: float, oldest_version: int | None
         behavior_logprobs=_after_prompt(generated.logprobs, num_prompt),
         weight_versions=_after_prompt(generated.weight_versions, num_prompt),
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
+        reward=reward,
     )
 
 
@@ -109,8 +132,31 @@ def _after_prompt(values: npt.NDArray[Scalar], num_prompt: int) -> npt.NDArray[S
     return np.concatenate([np.zeros(num_prompt, values.dtype), values])
 
 
-def _advantages_of(group: RolloutGroup, advantage: Callable[[Float64Array], Float64Array]) -> Float64Array:
-    return advantage(np.array([rollout.reward for rollout in group.rollouts], np.float64))
+def _advantages(rewards: Float64Array, group_sizes: Sequence[int], preprocessing: Preprocessing) -> Float64Array:
+    if preprocessing.advantage is None:
+        return np.zeros_like(rewards)
+    groups = np.split(rewards, np.cumsum(group_sizes)[:-1])
+    advantages = np.concatenate([preprocessing.advantage(group) for group in groups])
+    return normalize(advantages) if preprocessing.normalize_advantages else advantages
+
+
+def _loss_mask(rollout: Rollout, index: int, preprocessing: Preprocessing) -> BoolArray:
+    """Which of its generated tokens carry loss in batch `index`."""
+    if preprocessing.mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
+        return np.zeros(len(rollout.generated), np.bool_)
+    if preprocessing.mask_older_than is None:
+        return np.ones(len(rollout.generated), np.bool_)
+    return rollout.generated.weight_versions >= index - preprocessing.mask_older_than
+
+
+def _pack(trajectories: Sequence[Trajectory], preprocessing: Preprocessing) -> list[Microbatch]:
+    try:
+        microbatches = pack(trajectories, preprocessing.max_tokens)
+    except ValueError as error:
+        raise RecipeError(f"batch.max_tokens = {preprocessing.max_tokens}: {error}") from error
+    if preprocessing.reference is None:
+        return microbatches
+    return [replace(each, ref_logprobs=preprocessing.reference.logprobs(each)) for each in microbatches]
 
 
 def _lag_histogram(trajectories: Sequence[Trajectory], index: int) -> dict[int, int]:

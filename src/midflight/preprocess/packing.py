@@ -40,6 +40,21 @@ def collate(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
+def assign_to_ranks(num_trajectories: int, num_ranks: int, index: int) -> list[list[int]]:
+    """Which trajectories of batch `index` each data-parallel rank gets: equal shares of a permutation.
+
+    The permutation is known before the first of them is generated, so that nothing about a response, its length least
+    of all, decides where it goes. Within a rank they keep their order.
+
+    Raises: ValueError if the shares cannot be equal.
+    Source: Magistral (2025), sec. 3.
+    """
+    if num_trajectories % num_ranks:
+        raise ValueError(f"{num_trajectories} rollouts cannot be shared equally by {num_ranks} ranks")
+    permutation = np.random.default_rng(index).permutation(num_trajectories)
+    return [sorted(share.tolist()) for share in permutation.reshape(num_ranks, -1)]
+
+
 def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[Microbatch]:
     """Every trajectory in exactly one microbatch of at most `max_tokens` tokens, shared prompts stored once."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
@@ -70,9 +85,11 @@ def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
         behavior_logprobs=np.concatenate([each.own(each.trajectory.behavior_logprobs) for each in placed]),
         weight_versions=np.concatenate([each.own(each.trajectory.weight_versions) for each in placed]),
         advantages=np.concatenate([each.own(each.trajectory.advantages) for each in placed]),
+        ref_logprobs=None,
         sequence_lengths=np.array(lengths, np.int32),
         prefix_starts=np.array([each.prefix_start for each in placed], np.int32),
         prefix_lengths=np.array([each.prefix_length for each in placed], np.int32),
+        rewards=np.array([each.trajectory.reward for each in placed], np.float32),
     )
 
 

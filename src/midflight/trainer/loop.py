@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from midflight.errors import NonFiniteLossError
-from midflight.losses.inputs import LossInputs, LossOutput
+from midflight.losses.denominators import BatchCounts
+from midflight.losses.objective import Objective
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.metrics.lag import lag_metrics, merge_histograms
 from midflight.metrics.lengths import length_ks
@@ -26,11 +24,10 @@ from midflight.metrics.policy import PolicyMetrics
 from midflight.protocols import Stream, TrainerBackend
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, oldest_checkpoint_version, save_checkpoint
-from midflight.types import Int32Array, Microbatch, TrainingBatch
+from midflight.trainer.inputs import loss_inputs
+from midflight.types import Int32Array, TrainingBatch
 
 WAIT_SLICE_S = 0.2
-
-Loss = Callable[[LossInputs], LossOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,9 @@ class LoopSettings:
     checkpoint_every: int  # optimizer steps
     keep_checkpoints: int
     max_nonfinite_steps: int  # in a row
-    max_ratio: float  # c, for the metrics of truncation
-    denominator: str  # "tokens" or "sequences"
     checkpoints: Path
     rejected_batches: Path  # where the batch behind a stop for non-finite losses is kept
+    rank: int = 0  # which of the batch's shares is trained on here
 
 
 class TrainLoop:
@@ -51,7 +47,7 @@ class TrainLoop:
         self,
         settings: LoopSettings,
         backend: TrainerBackend,
-        loss: Loss,
+        objective: Objective,
         batches: Stream[TrainingBatch],
         metrics: JsonlWriter,
         tracer: Tracer,
@@ -60,7 +56,7 @@ class TrainLoop:
     ) -> None:
         self._settings = settings
         self._backend = backend
-        self._loss = loss
+        self._objective = objective
         self._batches = batches
         self._metrics = metrics
         self._tracer = tracer
@@ -94,7 +90,7 @@ class TrainLoop:
     def _train_on(self, batch: TrainingBatch, started: float) -> None:
         state = self._state
         assert batch.index == state.version, f"batch {batch.index} reached version {state.version}"
-        policy = PolicyMetrics(self._settings.max_ratio)
+        policy = PolicyMetrics(self._objective.max_ratio)
         with self._tracer.span("train", version=state.version):
             loss, stats = self._step(batch, policy)
         state.version += 1
@@ -106,17 +102,21 @@ class TrainLoop:
         self._stop_if_hopeless(batch, bool(stats["skipped"]))
 
     def _step(self, batch: TrainingBatch, policy: PolicyMetrics) -> tuple[float, dict[str, float]]:
-        counts = {"tokens": batch.num_loss_tokens, "sequences": batch.num_rollouts}
-        denominator = float(counts[self._settings.denominator])
+        backend, objective = self._backend, self._objective
+        counts = BatchCounts(batch.num_loss_tokens, batch.num_rollouts, objective.max_response_tokens)
+        renewed = objective.proximal_every is None or batch.index % objective.proximal_every == 0
+        if renewed and objective.proximal_every not in (None, 1):
+            backend.remember_proximal()
         total = 0.0
-        for microbatch in batch.microbatches:
-            policy_logprobs, entropy = self._backend.forward(microbatch)
-            inputs = loss_inputs(microbatch, policy_logprobs, denominator)
-            loss = self._loss(inputs).loss
-            self._backend.backward(loss)
-            policy.add(policy_logprobs.detach(), inputs.behavior_logprobs, entropy)
-            total += float(loss.detach())
-        return total, dict(self._backend.optimizer_step())
+        for microbatch in batch.microbatches[self._settings.rank]:
+            proximal = None if renewed else backend.forward_proximal(microbatch)
+            outputs = backend.forward(microbatch)
+            inputs = loss_inputs(microbatch, outputs, proximal, counts, objective)
+            output = objective(inputs)
+            backend.backward(output.loss)
+            policy.add(outputs.logprobs, inputs.behavior_logprobs, outputs.entropy, output.token_metrics)
+            total += float(output.loss.detach())
+        return total, dict(backend.optimizer_step())
 
     def _count(self, batch: TrainingBatch, policy: dict[str, float], skipped: bool) -> None:
         state = self._state
@@ -162,7 +162,7 @@ class TrainLoop:
         return line
 
     def _stop_if_hopeless(self, batch: TrainingBatch, skipped: bool) -> None:
-        if not batch.microbatches:
+        if not any(batch.microbatches):
             return  # nothing to learn from it, and nothing learned about the policy
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row < self._settings.max_nonfinite_steps:
@@ -197,13 +197,3 @@ class _Seen:
 def _count_values(histogram: dict[int, int], values: Int32Array) -> None:
     for value in values.tolist():
         histogram[value] = histogram.get(value, 0) + 1
-
-
-def loss_inputs(microbatch: Microbatch, policy_logprobs: Tensor, denominator: float) -> LossInputs:
-    mask = microbatch.loss_mask
-    return LossInputs(
-        policy_logprobs=policy_logprobs,
-        behavior_logprobs=torch.from_numpy(microbatch.behavior_logprobs[mask]).to(policy_logprobs.device),
-        advantages=torch.from_numpy(microbatch.advantages[mask]).to(policy_logprobs.device),
-        denominator=denominator,
-    )

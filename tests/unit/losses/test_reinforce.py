@@ -6,17 +6,18 @@ import math
 
 import torch
 
-from midflight.losses.inputs import LossInputs
 from midflight.losses.reinforce import reinforce
 
 
-def test_three_tokens_by_hand() -> None:
+def test_three_tokens_by_hand(inputs_of) -> None:
     """Ratios 2, 0.5 and 8 (truncated to 5); the ratio carries no gradient, so d loss / d logpi = -min(c, r) * A / n."""
     behavior = torch.tensor([-2.0, -1.0, -3.0], dtype=torch.float64)
     ratios = torch.tensor([2.0, 0.5, 8.0], dtype=torch.float64)
     policy = (behavior + ratios.log()).requires_grad_()
     advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-    loss = reinforce(LossInputs(policy, behavior, advantages, denominator=4.0), max_ratio=5.0).loss
+    loss = reinforce(
+        inputs_of(policy, behavior, advantages, token_weights=torch.full_like(behavior, 0.25)), max_ratio=5.0
+    ).loss
     log2 = math.log(2)
     expected = -(2 * 1 * (-2 + log2) + 0.5 * -0.5 * (-1 - log2) + 5 * 2 * (-3 + 3 * log2)) / 4
     torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64))
@@ -24,9 +25,8 @@ def test_three_tokens_by_hand() -> None:
     torch.testing.assert_close(gradient, torch.tensor([-0.5, 0.0625, -2.5], dtype=torch.float64))
 
 
-def test_five_is_the_default_truncation() -> None:
-    inputs = LossInputs(torch.tensor([0.0]), torch.tensor([-10.0]), torch.tensor([1.0]), denominator=1.0)
+def test_five_is_the_default_truncation(inputs_of) -> None:
     policy = torch.zeros(1, requires_grad=True)
-    loss = reinforce(LossInputs(policy, inputs.behavior_logprobs, inputs.advantages, 1.0)).loss
+    loss = reinforce(inputs_of(policy, torch.tensor([-10.0]), torch.tensor([1.0]))).loss
     (gradient,) = torch.autograd.grad(loss, policy)
     assert gradient.tolist() == [-5.0]

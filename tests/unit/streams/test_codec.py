@@ -37,6 +37,7 @@ TRAJECTORY = Trajectory(
     behavior_logprobs=np.linspace(-3, 0, 5, dtype=np.float32),
     weight_versions=np.full(5, 3, np.int32),
     advantages=np.array([0, 0, 1, np.inf, np.nan], np.float32),
+    reward=0.5,
 )
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from midflight.errors import CheckpointError, NonFiniteLossError
+from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
+from midflight.protocols import PolicyOutputs
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.tracing.spans import Tracer
@@ -33,9 +35,14 @@ class OneWeight:
 
     def init(self, rank: int) -> None: ...
 
-    def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def forward(self, microbatch: Microbatch) -> PolicyOutputs:
         count = int(microbatch.loss_mask.sum())
-        return self.weight.expand(count) - 1.0, torch.zeros(count)
+        return PolicyOutputs(self.weight.expand(count) - 1.0, torch.zeros(count), None)
+
+    def remember_proximal(self) -> None: ...
+
+    def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
+        raise NotImplementedError
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -68,10 +75,12 @@ def batch(index: int, advantage: float) -> TrainingBatch:
         behavior_logprobs=-ones,
         weight_versions=np.full(3, index, np.int32),
         advantages=ones * np.float32(advantage),
+        ref_logprobs=None,
+        rewards=ones[:1],
     )
     return TrainingBatch(
         index=index,
-        microbatches=[microbatch],
+        microbatches=[[microbatch]],
         num_rollouts=1,
         num_response_tokens=2,
         num_loss_tokens=2,
@@ -103,8 +112,6 @@ def loop_over(tmp_path: Path, advantages: list[float], **settings: object) -> It
         checkpoint_every=1000,
         keep_checkpoints=2,
         max_nonfinite_steps=5,
-        max_ratio=5.0,
-        denominator="tokens",
         checkpoints=tmp_path / "checkpoints",
         rejected_batches=tmp_path / "rejected",
     )
@@ -112,7 +119,7 @@ def loop_over(tmp_path: Path, advantages: list[float], **settings: object) -> It
     encode = Codec(TrainingBatch).encode
     with JsonlWriter(tmp_path / "metrics.jsonl") as metrics:
         tracer = Tracer(None, "trainer")
-        yield TrainLoop(chosen, backend, reinforce, stream, metrics, tracer, TrainerState(), encode), backend
+        yield TrainLoop(chosen, backend, Objective(reinforce), stream, metrics, tracer, TrainerState(), encode), backend
 
 
 # The first step's ratio is 1; it moves the policy by 1, so the second's is e.
@@ -134,7 +141,7 @@ def test_five_in_a_row_stop_the_run_with_the_batch_and_a_checkpoint(tmp_path: Pa
     assert loop.state.version == 11
     saved = Codec(TrainingBatch).decode((tmp_path / "rejected" / "batch_10.msgpack").read_bytes())
     assert "batch_10.msgpack" in str(raised.value)
-    assert np.isnan(saved.microbatches[0].advantages).all()
+    assert np.isnan(saved.microbatches[0][0].advantages).all()
     newest = newest_checkpoint(tmp_path / "checkpoints")
     assert newest is not None
     assert load_state(newest).version == 11

@@ -1,0 +1,92 @@
+"""A whole recipe, and what its sections must agree on."""
+
+from __future__ import annotations
+
+import pydantic
+
+from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
+from midflight.config.schedules import PipelineConfig, ScheduleConfig
+from midflight.config.section import Section
+from midflight.config.sections import (
+    BatchConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    ServeConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+
+GROUP_BASELINES = ("group_mean", "group_mean_std", "leave_one_out")
+
+
+class Recipe(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    task: TaskConfig = TaskConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    schedule: ScheduleConfig = PipelineConfig()
+    batch: BatchConfig = BatchConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = ReinforceConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    eval: EvalConfig = EvalConfig()
+    serve: ServeConfig = ServeConfig()
+
+    @pydantic.model_validator(mode="after")
+    def check_batches(self) -> Recipe:
+        batch = self.batch
+        if batch.batch_size % batch.group_size:
+            lower = batch.batch_size // batch.group_size * batch.group_size
+            higher = lower + batch.group_size
+            raise ValueError(
+                f"batch.batch_size = {batch.batch_size} is not a multiple of batch.group_size = {batch.group_size};"
+                f" {f'{lower} or {higher}' if lower else higher} would work"
+            )
+        longest = self.engine.max_prompt_tokens + self.sampling.max_tokens
+        if batch.max_tokens < longest:
+            raise ValueError(
+                f"batch.max_tokens = {batch.max_tokens} cannot hold one sequence of engine.max_prompt_tokens +"
+                f" sampling.max_tokens = {longest} tokens"
+            )
+        waiting = self.schedule.max_waiting if isinstance(self.schedule, PipelineConfig) else None
+        if waiting is not None and waiting < batch.batch_size:
+            raise ValueError(
+                f"schedule.max_waiting = {waiting} is less than batch.batch_size = {batch.batch_size}: the batch could"
+                f" never fill up; {batch.batch_size} or more would work"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def check_algorithm(self) -> Recipe:
+        advantage, loss = self.advantage, self.loss
+        if self.batch.group_size == 1 and advantage.type in GROUP_BASELINES:
+            raise ValueError(
+                f"advantage.type = {advantage.type!r} compares the rollouts of a group, and batch.group_size = 1: every"
+                " advantage would be 0; a larger group, or advantage.type = 'value' or 'none' would work"
+            )
+        if advantage.type == "value" and advantage.normalize_batch:
+            raise ValueError(
+                "advantage.normalize_batch needs the advantages before training, and advantage.type = 'value' learns"
+                " them in training; false would work"
+            )
+        if loss.type == "ppo" and advantage.type != "value":
+            raise ValueError(
+                f"loss.type = 'ppo' learns a value function, and advantage.type = {advantage.type!r} has none;"
+                " advantage.type = 'value', or loss.type = 'dapo' or 'grpo' would work"
+            )
+        if loss.kl_coefficient is None and (self.reference.path or self.reference.url):
+            raise ValueError(
+                "[reference] is used by loss.kl_coefficient, which is not set; 0 would only measure the KL"
+            )
+        if self.reward.overlong_buffer >= self.sampling.max_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer = {self.reward.overlong_buffer} is not less than sampling.max_tokens ="
+                f" {self.sampling.max_tokens}: every response would be punished for its length"
+            )
+        return self

@@ -1,0 +1,67 @@
+"""`[schedule]`: one section per `type`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from midflight.config.section import Section
+
+
+class PipelineConfig(Section):
+    """Keep H rollouts in flight, always; adopt new weights after every optimizer step."""
+
+    type: Literal["pipeline"] = "pipeline"
+    num_in_flight: int = Field(64, ge=1, description="rollouts being generated at any time, per engine")
+    max_waiting: int | None = Field(
+        None,
+        ge=1,
+        description="finished rollouts that wait, the batch in training not counted; at least a batch, the default",
+    )
+    when_full: Literal["block", "drop_oldest"] = Field(
+        "block", description="past max_waiting: do not refill finished slots, or drop the groups that finished first"
+    )
+    max_lag: int | None = Field(None, ge=0, description="hard bound on token lag, optimizer steps; default: none")
+
+
+class ConventionalConfig(Section):
+    """Generate for G optimizer steps, then train G times, in turns."""
+
+    type: Literal["conventional"] = "conventional"
+    steps_per_rl_step: int = Field(1, ge=1, description="G: optimizer steps per RL step")
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all of the RL step")
+
+
+class AprilConfig(Section):
+    """Start more groups than a batch needs, train on the first to finish, go on with the others later."""
+
+    type: Literal["april"] = "april"
+    over_sampling: float = Field(2.0, ge=1, description="groups held at a time, in batches; 1 waits for all of them")
+    max_versions: int | None = Field(
+        None, ge=1, description="weight versions in one rollout: an iteration waits for those that have so many"
+    )
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all that are held")
+
+
+class BoundedConfig(Section):
+    """Generation runs ahead of training by a bounded number of optimizer steps."""
+
+    type: Literal["bounded"] = "bounded"
+    max_lag: int = Field(1, ge=0, description="hard bound on token lag, optimizer steps")
+    updates: Literal["in_flight", "boundary"] = Field(
+        "in_flight", description="adopt new weights between two tokens, or between two batches only"
+    )
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all that the bound allows")
+
+
+class OneStepOffConfig(Section):
+    """Generate the next batch while this one is trained on: bounded, with max_lag = 1 and updates = "boundary"."""
+
+    type: Literal["one_step_off"] = "one_step_off"
+    num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: a batch")
+
+
+ScheduleConfig = Annotated[
+    PipelineConfig | ConventionalConfig | AprilConfig | BoundedConfig | OneStepOffConfig, Field(discriminator="type")
+]

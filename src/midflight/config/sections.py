@@ -1,0 +1,122 @@
+"""The plain sections: what is run, on what, how much of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from midflight.config.section import Section
+from midflight.types import TEMPERATURES
+
+
+class RunConfig(Section):
+    name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$", description="run directories are named after it")
+    seed: int = Field(0, ge=0, description="problems, sampling and packing follow from it")
+    directory: Path | None = Field(None, description="where the run is written; default runs/NAME-DATE-TIME")
+
+
+class ModelConfig(Section):
+    path: Path = Field(description="Hugging Face model directory (config.json, *.safetensors, tokenizer.json)")
+
+
+class TaskConfig(Section):
+    type: str = Field("chain_sums", description="a built-in environment, or package.module:Class")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    num_graders: int = Field(1, ge=1, description="processes that grade responses")
+    grading_timeout_s: float = Field(
+        10.0, gt=0, description="a verifier that takes longer is killed and its rollout failed, seconds"
+    )
+
+
+class SamplingConfig(Section):
+    max_tokens: int = Field(160, ge=1, description="longest response, tokens")
+    temperature: float = Field(
+        1.0,
+        ge=TEMPERATURES[0],
+        le=TEMPERATURES[1],
+        description="of the sampling distribution; the trainer applies the same",
+    )
+
+
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+
+
+class EngineConfig(Section):
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="what is computed in; auto: the weights' own, but float32 on a CPU that only emulates bfloat16",
+    )
+    max_prompt_tokens: int = Field(64, ge=1, description="longest prompt, tokens")
+    max_batched_tokens: int = Field(512, ge=16, description="of one step: decodes and pieces of prefills, tokens")
+    kv_cache_mib: int | None = Field(
+        None, ge=1, description="memory of the KV cache, MiB; default: all sequences in flight at their longest"
+    )
+    prefix_caching: bool = Field(True, description="use the keys and values of known prefixes again, within a version")
+    recompute_kv: bool = Field(
+        False, description="after an update, compute keys and values in flight again with the new weights"
+    )
+    max_update_pause_s: float = Field(
+        0.02, gt=0, description="new weights are copied between steps, at most about this long each time, seconds"
+    )
+
+
+class BatchConfig(Section):
+    batch_size: int = Field(32, ge=1, description="rollouts per optimizer step; a multiple of group_size")
+    group_size: int = Field(8, ge=1, description="rollouts per problem")
+    max_tokens: int = Field(4096, ge=1, description="tokens per microbatch")
+    dynamic_sampling: bool = Field(
+        False, description="leave out groups whose rewards are all equal, and generate others instead (DAPO)"
+    )
+    max_filtered_in_a_row: int = Field(
+        1024, ge=1, description="with dynamic_sampling: the run ends after so many such groups in a row"
+    )
+    mask_older_than: int | None = Field(
+        None, ge=0, description="tokens of a greater lag carry no loss, optimizer steps; default: all tokens do"
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="responses that were cut off at sampling.max_tokens carry no loss (DAPO's overlong filtering)",
+    )
+
+
+class TrainerConfig(Section):
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N; may be the engine's")
+    max_steps: int = Field(500, ge=1, description="optimizer steps of the run")
+    max_seconds: float | None = Field(None, gt=0, description="stop earlier after this much training, seconds")
+    learning_rate: float = Field(2e-4, gt=0, description="of AdamW, constant")
+    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="decay of AdamW's two moments")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
+    checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
+    max_nonfinite_steps: int = Field(5, ge=1, description="stop after this many skipped steps in a row")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
+
+
+class EvalConfig(Section):
+    num_problems: int = Field(512, ge=0, description="held-out problems before and after the run; 0: none")
+    num_in_flight: int = Field(256, ge=1, description="problems at a time")
+    hard_from: int = Field(5, ge=0, description="accuracy is also reported for problems of this difficulty and above")
+
+
+class ServeConfig(Section):
+    """`midflight serve`: the model over HTTP."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; other than loopback needs a token")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0: any that is free")
+    admin_token: pydantic.SecretStr | None = Field(
+        None,
+        exclude=True,  # a run directory is no place for it
+        description="what weight updates, abort, pause and resume must carry; default: $MIDFLIGHT_ADMIN_TOKEN, or none",
+    )
+    model_name: str | None = Field(
+        None, min_length=1, description="what clients call the model; default: its directory"
+    )
+    num_in_flight: int = Field(64, ge=1, description="sequences being generated at a time; more requests wait")
+    max_samples: int = Field(128, ge=1, description="most samples (n) of one request")
+    max_body_bytes: int = Field(4 << 20, ge=1, description="largest request body, bytes")

@@ -1,0 +1,106 @@
+"""A policy loss and everything that may be added to any of them, so that no loss can ignore it.
+
+    policy loss + kl_coefficient * KL(pi || reference) - entropy_coefficient * entropy + value_coefficient * value loss
+
+with the masks of off-policy tokens in the weights of all terms but the value's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midflight.losses.inputs import Loss, LossInputs, LossOutput, importance_ratio
+from midflight.losses.value import value_loss
+from midflight.metrics.kl import KL_ESTIMATORS
+
+RatioRange = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss of a recipe: `objective(inputs)` is the sum above. What is None or 0 is not there."""
+
+    policy_loss: Loss
+    denominator: str = "tokens"  # see denominators.py
+    max_response_tokens: int = 1
+    max_ratio: float = 5.0  # c
+    token_mask: RatioRange | None = None
+    sequence_mask: RatioRange | None = None
+    kl_coefficient: float | None = None
+    kl_estimator: str = "k3"
+    kl_unbiased: bool = True
+    entropy_coefficient: float = 0.0
+    gae_lambda: float | None = None  # None: no value function, advantages come with the batch
+    value_coefficient: float = 0.0
+    value_clip: float = 0.2
+    proximal_every: int | None = None  # optimizer steps; None: no proximal policy
+
+    @property
+    def learns_values(self) -> bool:
+        return self.gae_lambda is not None
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Shapes: see LossInputs -> loss []."""
+        allowed = self._allowed(inputs)
+        masked = inputs if allowed is None else dataclasses.replace(
+            inputs, token_weights=inputs.token_weights * allowed
+        )  # fmt: skip
+        output = self.policy_loss(masked)
+        loss, metrics = output.loss, dict(output.token_metrics)
+        if allowed is not None:
+            metrics["ratio/masked_fraction"] = 1 - allowed
+        if self.kl_coefficient is not None:
+            kl = self.kl_reference(masked)
+            metrics["kl/reference"] = kl.detach()
+            if self.kl_coefficient:
+                loss = loss + self.kl_coefficient * (masked.token_weights * kl).sum()
+        if self.entropy_coefficient:
+            assert inputs.entropy is not None
+            loss = loss - self.entropy_coefficient * (masked.token_weights * inputs.entropy).sum()
+        if self.learns_values:
+            loss = loss + self.value_coefficient * value_loss(inputs, self.value_clip)
+            metrics |= _value_metrics(inputs)
+        return LossOutput(loss, metrics)
+
+    def kl_reference(self, inputs: LossInputs) -> Tensor:
+        """KL(pi || reference) per token, [M]: the estimator, by default times min(c, pi/mu).
+
+        Tokens were sampled by mu, not by pi. With the ratio, which is differentiated too, the means of k1 and k3 are
+        the KL and their gradients are its gradient. Without it (GRPO) on-policy k1 has no gradient on average, k2 the
+        right one and k3 that of KL(reference || pi).
+
+        Source: DeepSeek-V3.2 (2025), eq. 7.
+        """
+        assert inputs.ref_logprobs is not None, "a KL coefficient needs the reference's log-probabilities"
+        estimate = KL_ESTIMATORS[self.kl_estimator](inputs.ref_logprobs - inputs.policy_logprobs)
+        return inputs.ratio.clamp(max=self.max_ratio) * estimate if self.kl_unbiased else estimate
+
+    def _allowed(self, inputs: LossInputs) -> Tensor | None:
+        """1 where neither mask leaves the token out, else 0, [M]; None if there is no mask.
+
+        Source: IcePop (Ling team 2025) for tokens; geometric mean for sequences as in GSPO.
+        """
+        if self.token_mask is None and self.sequence_mask is None:
+            return None
+        log_ratio = inputs.log_ratio.detach()
+        allowed = torch.ones_like(log_ratio)
+        if self.token_mask:
+            allowed = allowed * _within(inputs.ratio.detach(), self.token_mask)
+        if self.sequence_mask:
+            allowed = allowed * _within(importance_ratio(inputs.sequence_means(log_ratio)), self.sequence_mask)
+        return allowed
+
+
+def _within(ratio_M: Tensor, limits: RatioRange) -> Tensor:
+    return ((ratio_M >= limits[0]) & (ratio_M <= limits[1])).to(ratio_M.dtype)
+
+
+def _value_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+    assert inputs.values is not None
+    assert inputs.returns is not None
+    values = inputs.values.detach()
+    return {"value/mean": values, "value/squared_error": (values - inputs.returns).square()}

@@ -1,0 +1,81 @@
+"""Log-probabilities and entropies from hidden states, without keeping logits of the whole vocabulary.
+
+Suffixes: M tokens, D model, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Logits of one chunk, in elements: 64 MB of float32. A chunk has hundreds of rows even with a large vocabulary, so
+# that the matrix products are as fast as large ones.
+_MAX_LOGITS = 1 << 24
+
+
+class TokenScores(NamedTuple):
+    """Of the chosen tokens, both [M] float32."""
+
+    logprobs: Tensor  # nats
+    entropy: Tensor  # of the whole distribution, nats; without gradient unless asked for
+
+
+class LogitTransform(NamedTuple):
+    """logits = softcap(scale * hidden @ weight.T + bias); what the model and the sampling temperature make of them."""
+
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any, temperature: float) -> LogitTransform:
+        """`config`: of a Hugging Face model. Gemma 2 caps its logits, Cohere multiplies them, Granite divides them."""
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        return cls(scale, getattr(config, "final_logit_softcapping", None) or 0.0, temperature)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """In float32. Shapes: [C, V] -> [C, V]."""
+        logits = logits.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+
+def score_tokens(
+    hidden_MD: Tensor,
+    token_ids_M: Tensor,
+    head: torch.nn.Linear,
+    transform: LogitTransform,
+    entropy_gradient: bool = False,
+) -> TokenScores:
+    """log softmax(logits)[token] and the entropy of softmax(logits).
+
+    If all logits together are too large, they are computed chunk by chunk, and again in the backward pass.
+
+    Shapes: hidden_MD [M, D], token_ids_M int64 [M]; head: a linear layer from D to V -> two times [M].
+    """
+    chunk = max(1, _MAX_LOGITS // head.weight.shape[0])
+    scores = []
+    for start in range(0, max(len(hidden_MD), 1), chunk):
+        hidden_CD, token_ids_C = hidden_MD[start : start + chunk], token_ids_M[start : start + chunk]
+        arguments = hidden_CD, token_ids_C, head, transform, entropy_gradient
+        if len(hidden_MD) <= chunk or not torch.is_grad_enabled():
+            scores.append(_score_chunk(*arguments))
+        else:
+            scores.append(checkpoint(_score_chunk, *arguments, use_reentrant=False))
+    logprobs, entropies = zip(*scores, strict=True)
+    return TokenScores(torch.cat(logprobs), torch.cat(entropies))
+
+
+def _score_chunk(
+    hidden_CD: Tensor, token_ids_C: Tensor, head: torch.nn.Linear, transform: LogitTransform, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    logprobs_CV = torch.log_softmax(transform.apply(head(hidden_CD)), dim=-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1)
+    return logprobs_CV.gather(1, token_ids_C[:, None]).squeeze(1), entropy_C

@@ -99,15 +99,21 @@ def report(
         plot_runs(runs, plot)
 
 
+_VARIANTS = "TYPE[:KEY=VALUE]...,..."
+_SCHEDULES = "conventional,pipeline,april,bounded"
+
+
 @app.command()
 def compare(
     recipe_path: RecipeArgument,
     overrides: Overrides = None,
     schedules: Annotated[
-        str, typer.Option(metavar="TYPE[:KEY=VALUE]...,...", help="what to run the recipe under")
-    ] = "conventional,pipeline,april,bounded",
-    seconds: Annotated[float, typer.Option(help="of training, for each run")] = 120.0,
-    num_seeds: Annotated[int, typer.Option("--seeds", help="runs of each schedule; medians over them are shown")] = 1,
+        str | None, typer.Option(metavar=_VARIANTS, help="default: conventional,pipeline,april,bounded")
+    ] = None,
+    losses: Annotated[str | None, typer.Option(metavar=_VARIANTS, help="what to compare instead of schedules")] = None,
+    seconds: Annotated[float | None, typer.Option(help="of training, for each run; default: 120")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps of each run, instead of seconds")] = None,
+    num_seeds: Annotated[int, typer.Option("--seeds", help="runs of each; medians over them are shown")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="new or empty, for runs and results; default runs/compare-DATE-TIME")
     ] = None,
@@ -116,15 +122,23 @@ def compare(
     ] = 20,
     as_json: Json = False,
 ) -> None:
-    """Run a recipe under several schedules in turn: same problems, same seconds. Leave the machine alone meanwhile."""
-    from midflight.bench.compare import plan_comparison, run_comparison
-    from midflight.bench.comparison_rows import comparison_table
+    """Run a recipe under several schedules or losses in turn: same problems. Leave the machine alone meanwhile.
 
+    A KEY of another section is written SECTION.KEY, as in --losses dapo,ppo:advantage.type=value.
+    """
+    from midflight.bench.compare import RunLength, plan_comparison, run_comparison
+    from midflight.bench.comparison_rows import comparison_table
+    from midflight.bench.variants import parse_variants
+
+    if schedules and losses:
+        raise RecipeError("--schedules and --losses: one of them at a time")
+    if seconds is not None and steps is not None:
+        raise RecipeError("--seconds and --steps: one of them at a time")
     comparison = plan_comparison(
         recipe_path,
         overrides or [],
-        schedules,
-        seconds=seconds,
+        parse_variants("loss", losses) if losses else parse_variants("schedule", schedules or _SCHEDULES),
+        length=RunLength(steps=steps) if steps is not None else RunLength(120.0 if seconds is None else seconds),
         num_seeds=num_seeds,
         accuracy_every=accuracy_every,
     )

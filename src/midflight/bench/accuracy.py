@@ -7,31 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from midflight.trainer.checkpoints import load_state
 
 LEVELS = (0.8, 0.85, 0.9)
 
-SecondsToAccuracy = dict[str, float | None]
 
+def accuracy_figures(checkpoints: Sequence[Path], accuracy: Callable[[Path], float]) -> dict[str, Any]:
+    """`seconds_to_accuracy` and `steps_to_accuracy`: each level, and when a checkpoint first reached it, None if none
+    did; and `final_accuracy`, the newest checkpoint's, None if there is none.
 
-def never() -> SecondsToAccuracy:
-    """No level was reached, or nobody looked."""
-    return {str(level): None for level in LEVELS}
-
-
-def seconds_to_accuracy(checkpoints: Sequence[Path], accuracy: Callable[[Path], float]) -> SecondsToAccuracy:
-    """Each level, and the run's clock at the first checkpoint that reaches it; None if none of them does.
-
-    `checkpoints` are evaluated in their order, no further than to the first that reaches the highest level.
-    Units: seconds.
+    `checkpoints` are evaluated in their order up to the first that reaches the highest level; then only the newest.
+    Units: seconds; optimizer steps.
     """
-    reached = never()
+    seconds: dict[str, float | None] = {str(level): None for level in LEVELS}
+    steps: dict[str, int | None] = {str(level): None for level in LEVELS}
+    figures: dict[str, Any] = {"seconds_to_accuracy": seconds, "steps_to_accuracy": steps, "final_accuracy": None}
     for checkpoint in checkpoints:
-        measured, wall_s = accuracy(checkpoint), load_state(checkpoint).wall_s
-        for level in LEVELS:
-            if measured >= level and reached[str(level)] is None:
-                reached[str(level)] = wall_s
-        if measured >= max(LEVELS):
-            break
-    return reached
+        if seconds[str(max(LEVELS))] is not None and checkpoint != checkpoints[-1]:
+            continue
+        measured, state = accuracy(checkpoint), load_state(checkpoint)
+        figures["final_accuracy"] = measured
+        for level in map(str, LEVELS):
+            if measured >= float(level) and seconds[level] is None:
+                seconds[level], steps[level] = state.wall_s, state.version
+    return figures

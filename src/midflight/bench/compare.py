@@ -1,4 +1,4 @@
-"""One recipe under several schedules: same problems, seeds and seconds, one run after the other, alternating.
+"""One recipe under several schedules or losses: same problems, seeds and length, one run after the other, alternating.
 
 Every run is a `midflight train` in a process of its own. Where generation and training run at the same time each has
 half of the cores; where they take turns each has all of them.
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midflight.bench.accuracy import SecondsToAccuracy, never, seconds_to_accuracy
-from midflight.bench.comparison_rows import Figures, combine_seeds, curve, run_figures
+from midflight.bench.accuracy import accuracy_figures
+from midflight.bench.comparison_rows import Figures, combine_seeds, curve, label, run_figures
 from midflight.bench.machine import describe_machine
 from midflight.bench.runs import train
-from midflight.bench.schedule_specs import ScheduleSpec, parse_schedules
+from midflight.bench.variants import Variant
 from midflight.config import Recipe, load_recipe
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.launch.build import build_grader, check_recipe
@@ -36,14 +36,28 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class RunLength:
+    """When a run ends: after so many seconds of training or optimizer steps, whichever is not None."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        if self.steps is not None:
+            return [f"trainer.max_steps={self.steps}"]
+        return [f"trainer.max_steps={_ENDLESS}", f"trainer.max_seconds={self.seconds}"]
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What is compared, with everything in it checked."""
 
     recipe_path: Path
     overrides: tuple[str, ...]
-    specs: tuple[ScheduleSpec, ...]
-    recipe: Recipe  # under the first schedule; only its other sections matter
-    seconds: float  # of training, per run
+    variants: tuple[Variant, ...]
+    recipe: Recipe  # the first variant's; only what all of them share matters
+    length: RunLength
     num_seeds: int
     accuracy_every: int  # optimizer steps between evaluated checkpoints; 0: no evaluation
 
@@ -56,9 +70,9 @@ class Comparison:
 def plan_comparison(
     recipe_path: Path,
     overrides: Sequence[str],
-    schedules: str,
+    variants: Sequence[Variant],
     *,
-    seconds: float,
+    length: RunLength,
     num_seeds: int = 1,
     accuracy_every: int = 0,
 ) -> Comparison:
@@ -66,24 +80,23 @@ def plan_comparison(
 
     Raises: RecipeError or ModelError, whatever any of the runs would end with, and for what cannot be compared.
     """
-    _check_options(seconds, num_seeds, accuracy_every)
-    specs = parse_schedules(schedules)
+    _check_options(length, num_seeds, accuracy_every)
     recipes: list[Recipe] = []
-    for spec in specs:
-        recipe = load_recipe(recipe_path, [*overrides, *spec.overrides])
+    for variant in variants:
+        recipe = load_recipe(recipe_path, [*overrides, *variant.overrides])
         check_recipe(recipe)
-        for other, known in zip(specs, recipes, strict=False):
-            if recipe.schedule == known.schedule:
-                raise RecipeError(f"--schedules: {other.text!r} and {spec.text!r} are the same schedule")
+        for other, known in zip(variants, recipes, strict=False):
+            if recipe == known:
+                raise RecipeError(f"{other.text!r} and {variant.text!r} are the same {variant.section}")
         recipes.append(recipe)
     if not recipes[0].eval.num_problems:
         accuracy_every = 0
     _check_overrides(overrides, accuracy_every)
-    return Comparison(recipe_path, tuple(overrides), specs, recipes[0], seconds, num_seeds, accuracy_every)
+    return Comparison(recipe_path, tuple(overrides), tuple(variants), recipes[0], length, num_seeds, accuracy_every)
 
 
 def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> dict[str, Any]:
-    """What `compare.json` in `out` then says: a row per schedule and the runs behind them. Also draws `compare.png`.
+    """What `compare.json` in `out` then says: a row per variant and the runs behind them. Also draws `compare.png`.
 
     Raises: RunDirectoryError if `out` holds something or cannot be written; WorkerError if a run fails.
     """
@@ -92,17 +105,22 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
     machine = describe_machine()
     runs: list[Figures] = []
     for seed in comparison.seeds:
-        for spec in comparison.specs:
-            report(f"run {len(runs) + 1} of {len(comparison.seeds) * len(comparison.specs)}: {spec.text}, seed {seed}")
-            runs.append(_run(comparison, spec, seed, out, report))
+        for variant in comparison.variants:
+            of_all = f"{len(runs) + 1} of {len(comparison.seeds) * len(comparison.variants)}"
+            report(f"run {of_all}: {variant.text}, seed {seed}")
+            runs.append(_run(comparison, variant, seed, out, report))
     result = {
         "machine": machine,
         "recipe": str(comparison.recipe_path),
         "overrides": list(comparison.overrides),
-        "seconds": comparison.seconds,
+        "seconds": comparison.length.seconds,
+        "steps": comparison.length.steps,
         "seeds": comparison.seeds,
         "accuracy_every": comparison.accuracy_every,
-        "rows": [combine_seeds([run for run in runs if run["schedule"] == spec.text]) for spec in comparison.specs],
+        "rows": [
+            combine_seeds([run for run in runs if run[variant.section] == variant.text])
+            for variant in comparison.variants
+        ],
         "runs": runs,
     }
     write_whole(out / "compare.json", json.dumps(result, indent=2) + "\n")
@@ -111,9 +129,11 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
     return result
 
 
-def _check_options(seconds: float, num_seeds: int, accuracy_every: int) -> None:
-    if not 0 < seconds < math.inf:
-        raise RecipeError(f"--seconds: should be greater than 0, got {seconds:g}")
+def _check_options(length: RunLength, num_seeds: int, accuracy_every: int) -> None:
+    if length.seconds is not None and not 0 < length.seconds < math.inf:
+        raise RecipeError(f"--seconds: should be greater than 0, got {length.seconds:g}")
+    if length.steps is not None and length.steps < 1:
+        raise RecipeError(f"--steps: should be at least 1, got {length.steps}")
     if num_seeds < 1:
         raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
     if accuracy_every < 0:
@@ -121,7 +141,9 @@ def _check_options(seconds: float, num_seeds: int, accuracy_every: int) -> None:
 
 
 def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
-    ours = {"run.directory": "--out", "trainer.max_seconds": "--seconds", "trainer.max_steps": "--seconds"}
+    ours = {"run.directory": "--out"} | dict.fromkeys(
+        ("trainer.max_seconds", "trainer.max_steps"), "--seconds or --steps"
+    )
     if accuracy_every:
         ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
     for override in overrides:
@@ -130,15 +152,15 @@ def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
             raise RecipeError(f"override {override}: in a comparison {ours[key]} decides about {key}")
 
 
-def _run(comparison: Comparison, spec: ScheduleSpec, seed: int, out: Path, report: Report) -> Figures:
-    name = re.sub(r"[^\w.]+", "-", spec.text)
+def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report: Report) -> Figures:
+    name = re.sub(r"[^\w.]+", "-", variant.text)
     directory = out / f"{name}-seed-{seed}"
-    summary = train(comparison.recipe_path, directory, _run_overrides(comparison, spec, seed))
+    summary = train(comparison.recipe_path, directory, _run_overrides(comparison, variant, seed))
     report(f"  {summary['steps']} steps, {summary['samples']:,} samples in {summary['train_wall_s']:.1f} s")
     lines = read_metrics(RunDirectory(directory).metrics)
-    figures = run_figures(summary, lines, _reached(comparison, directory, report))
+    figures = run_figures(summary, lines, _accuracy(comparison, directory, report))
     return {
-        "schedule": spec.text,
+        variant.section: variant.text,
         "seed": seed,
         "run_directory": directory.name,
         **figures,
@@ -146,14 +168,13 @@ def _run(comparison: Comparison, spec: ScheduleSpec, seed: int, out: Path, repor
     }
 
 
-def _run_overrides(comparison: Comparison, spec: ScheduleSpec, seed: int) -> list[str]:
+def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[str]:
     """The recipe's changes in one run, the user's first."""
     overrides = [
         *comparison.overrides,
-        *spec.overrides,
+        *variant.overrides,
+        *comparison.length.overrides,
         f"run.seed={seed}",
-        f"trainer.max_seconds={comparison.seconds}",
-        f"trainer.max_steps={_ENDLESS}",
         "eval.num_problems=0",
     ]
     if comparison.accuracy_every:
@@ -162,10 +183,10 @@ def _run_overrides(comparison: Comparison, spec: ScheduleSpec, seed: int) -> lis
     return overrides
 
 
-def _reached(comparison: Comparison, directory: Path, report: Report) -> SecondsToAccuracy:
+def _accuracy(comparison: Comparison, directory: Path, report: Report) -> Figures:
     """Evaluates a run's checkpoints; only the newest is left."""
     if not comparison.accuracy_every:
-        return never()
+        return accuracy_figures([], lambda _: 0.0)
     checkpoints = checkpoints_in(RunDirectory(directory).checkpoints)
     with build_grader(comparison.recipe) as grader:
 
@@ -174,15 +195,15 @@ def _reached(comparison: Comparison, directory: Path, report: Report) -> Seconds
             report(f"  {checkpoint.name}: held-out accuracy {measured:.3f}")
             return measured
 
-        reached = seconds_to_accuracy(checkpoints, accuracy)
+        figures = accuracy_figures(checkpoints, accuracy)
     for checkpoint in checkpoints[:-1]:
         shutil.rmtree(checkpoint)
-    return reached
+    return figures
 
 
 def _plot(runs: Sequence[Figures], out: Path, report: Report) -> None:
     path = out / "compare.png"
     try:
-        plot_runs([out / run["run_directory"] for run in runs], path, [run["schedule"] for run in runs])
+        plot_runs([out / run["run_directory"] for run in runs], path, [label(run) for run in runs])
     except MissingExtraError as error:
         report(f"no {path.name}: {error}")

@@ -1,4 +1,4 @@
-"""The figures of runs that are compared: of one run, of all seeds of a schedule, and all of them as a table."""
+"""The figures of runs that are compared: of one run, of all seeds of a variant, and all of them as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from midflight.bench.accuracy import LEVELS, SecondsToAccuracy
+from midflight.bench.accuracy import LEVELS
 from midflight.metrics.jsonl import MetricsLine
 
 Figures = dict[str, Any]
@@ -28,15 +28,16 @@ _FROM_SUMMARY = (
     "train_wall_s",
     "groups",
 )
-_OF_ONE_RUN = {"schedule", "seed", "run_directory", "curve"}
+_LABELS = ("schedule", "loss")  # what was compared
+_OF_ONE_RUN = {*_LABELS, "seed", "run_directory", "curve"}
 _SUMMED = {"groups", "dropped"}  # so that they still add up
 _NUM_CURVE_POINTS = 200
 
 
-def run_figures(summary: Figures, lines: Sequence[MetricsLine], reached: SecondsToAccuracy) -> Figures:
+def run_figures(summary: Figures, lines: Sequence[MetricsLine], accuracy: Figures) -> Figures:
     """What a row says, of one run: its summary and its metrics.
 
-    `final_reward` is the mean over the last tenth of the steps.
+    `accuracy` is what accuracy_figures says; `final_reward` is the mean over the last tenth of the steps.
     Units: rates are per second of the run's clock; `trained_tokens_per_rollout_s` per second that generation was not
     waiting for training; `update_pause_s`, `train_wall_s` and `seconds_to_accuracy` are in seconds.
     """
@@ -48,7 +49,7 @@ def run_figures(summary: Figures, lines: Sequence[MetricsLine], reached: Seconds
         **{key: summary[key] for key in _FROM_SUMMARY},
         "length_ks": summary["length_bias"]["ks"],
         "final_reward": _final_reward(lines),
-        "seconds_to_accuracy": reached,
+        **accuracy,
     }
 
 
@@ -68,19 +69,24 @@ def curve(lines: Sequence[MetricsLine]) -> list[dict[str, float]]:
 
 
 def combine_seeds(runs: Sequence[Figures]) -> Figures:
-    """The row of a schedule from its runs: medians, but sums where groups are counted.
+    """The row of a variant from its runs: medians, but sums where groups are counted.
 
     Figures that a run does not have are left out of a median. A level of accuracy that the median run never reached
     has None.
     """
     figures = [key for key in runs[0] if key not in _OF_ONE_RUN]
     combined = {key: _combine([run[key] for run in runs], _how(key)) for key in figures}
-    return {"schedule": runs[0]["schedule"], **combined}
+    return {**{key: runs[0][key] for key in _LABELS if key in runs[0]}, **combined}
+
+
+def label(run_or_row: Figures) -> str:
+    """Which variant it is of, as the user typed it."""
+    return next(str(run_or_row[key]) for key in _LABELS if key in run_or_row)
 
 
 def comparison_table(rows: Sequence[Figures]) -> str:
-    """A column per schedule, a line per figure; `-` where there is none."""
-    table = [["", *(row["schedule"] for row in rows)]]
+    """A column per variant, a line per figure; `-` where there is none."""
+    table = [["", *map(label, rows)]]
     table += [[title, *(cell(row) for row in rows)] for title, cell in _LINES.items()]
     first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
     return "\n".join(
@@ -101,7 +107,7 @@ def _rate(count: float, seconds: float) -> float | None:
 def _how(key: str) -> Callable[[Sequence[Any]], Any]:
     if key in _SUMMED:
         return sum
-    return _median_reached if key == "seconds_to_accuracy" else _median
+    return _median_reached if key.endswith("_to_accuracy") else _median
 
 
 def _combine(values: Sequence[Any], how: Callable[[Sequence[Any]], Any]) -> Any:
@@ -138,8 +144,8 @@ def _share(*keys: str) -> Callable[[Figures], str]:
     return cell
 
 
-def _reached(level: str) -> Callable[[Figures], str]:
-    return lambda row: _number(row["seconds_to_accuracy"][level], 1)
+def _reached(unit: str, level: str, digits: int) -> Callable[[Figures], str]:
+    return lambda row: _number(row[f"{unit}_to_accuracy"][level], digits)
 
 
 def _milliseconds(value: float | None) -> str:
@@ -150,7 +156,9 @@ _LINES: dict[str, Callable[[Figures], str]] = {
     "trained samples a second": _figure("trained_samples_per_s", 1),
     "trained tokens a second": _figure("trained_tokens_per_s"),
     "trained tokens a second of rollout": _figure("trained_tokens_per_rollout_s"),
-    **{f"seconds to accuracy {level}": _reached(str(level)) for level in LEVELS},
+    **{f"seconds to accuracy {level}": _reached("seconds", str(level), 1) for level in LEVELS},
+    **{f"steps to accuracy {level}": _reached("steps", str(level), 0) for level in LEVELS},
+    "accuracy at the end": _figure("final_accuracy", 3),
     "reward at the end": _figure("final_reward", 3),
     "samples": _figure("samples"),
     "seconds": _figure("train_wall_s", 1),

@@ -14,7 +14,8 @@ import pytest
 
 from midflight import cli
 from midflight.bench import compare as compare_module
-from midflight.bench.compare import plan_comparison, run_comparison
+from midflight.bench.compare import Comparison, RunLength, plan_comparison, run_comparison
+from midflight.bench.variants import parse_variants
 from midflight.config import load_recipe
 from midflight.errors import RecipeError, RunDirectoryError, WorkerError
 from midflight.trainer.checkpoints import TrainerState, checkpoints_in, save_checkpoint
@@ -58,8 +59,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     return fake
 
 
-def plan(*overrides: str, schedules: str = "pipeline,april", **options: Any) -> compare_module.Comparison:
-    return plan_comparison(RECIPE, overrides, schedules, **{"seconds": 7.0, **options})
+def plan(*overrides: str, schedules: str = "pipeline,april", losses: str = "", **options: Any) -> Comparison:
+    variants = parse_variants("loss", losses) if losses else parse_variants("schedule", schedules)
+    return plan_comparison(RECIPE, overrides, variants, **{"length": RunLength(seconds=7.0), **options})
 
 
 def silent(_: str) -> None:
@@ -76,11 +78,20 @@ WRONG = [
     (["--schedules", "bounded,bounded:max_lag=1"], "'bounded' and 'bounded:max_lag=1' are the same schedule"),
     (["--schedules", "pipeline", "batch.batch_size=30"], "24 or 32 would work"),
     (["--schedules", "pipeline", "model.path=/nowhere"], "there is no directory /nowhere"),
-    (["--schedules", "pipeline", "trainer.max_steps=5"], "in a comparison --seconds decides about trainer.max_steps"),
+    (
+        ["--schedules", "pipeline", "trainer.max_steps=5"],
+        "in a comparison --seconds or --steps decides about trainer.max_steps",
+    ),
     (["--schedules", "pipeline", "run.directory=x"], "in a comparison --out decides about run.directory"),
     (["--schedules", "pipeline", "trainer.checkpoint_every=5"], "--accuracy-every decides"),
     (["--seconds", "0"], "--seconds: should be greater than 0, got 0"),
     (["--seconds", "nan"], "--seconds: should be greater than 0, got nan"),
+    (["--steps", "0"], "--steps: should be at least 1, got 0"),
+    (["--steps", "5", "--seconds", "5"], "--seconds and --steps: one of them at a time"),
+    (["--schedules", "april", "--losses", "grpo"], "--schedules and --losses: one of them at a time"),
+    (["--losses", "grpo,ppo"], "loss.type = 'ppo' learns a value function"),
+    (["--losses", "grpo,grpo:clip_high=0.2"], "'grpo' and 'grpo:clip_high=0.2' are the same loss"),
+    (["--losses", "sarsa"], "loss.type: there is no 'sarsa'"),
     (["--seeds", "0"], "--seeds: should be at least 1, got 0"),
     (["--accuracy-every", "-1"], "--accuracy-every: should be at least 0, got -1"),
 ]
@@ -169,6 +180,8 @@ def test_checkpoints_are_evaluated_and_all_but_the_newest_deleted(
     comparison = plan("eval.num_problems=9", schedules="april", accuracy_every=10)
     result = run_comparison(comparison, tmp_path / "out", silent)
     assert result["rows"][0]["seconds_to_accuracy"] == {"0.8": 10.0, "0.85": 10.0, "0.9": None}
+    assert result["rows"][0]["steps_to_accuracy"] == {"0.8": 10, "0.85": 10, "0.9": None}
+    assert result["rows"][0]["final_accuracy"] == 0.87
     assert evaluated == [(9, "step_10"), (9, "step_20"), (9, "step_30")]
     trainer = load_recipe(RECIPE, runs.overrides[0]).trainer
     assert trainer.checkpoint_every == 10
@@ -204,7 +217,7 @@ def test_a_run_that_fails_says_which_and_why(tmp_path: Path) -> None:
     """With a real process: this recipe is gone when the run starts."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'[model]\npath = "{RECIPE.parent / "models" / "chain_sums"}"\n')
-    comparison = plan_comparison(recipe, [], "april", seconds=1.0)
+    comparison = plan_comparison(recipe, [], parse_variants("schedule", "april"), length=RunLength(seconds=1.0))
     recipe.unlink()
     with pytest.raises(WorkerError, match=r"out/april-seed-0 failed: cannot read the recipe"):
         run_comparison(comparison, tmp_path / "out", silent)
@@ -212,6 +225,21 @@ def test_a_run_that_fails_says_which_and_why(tmp_path: Path) -> None:
 
 def test_two_schedules_may_differ_in_one_key_only() -> None:
     comparison = plan(schedules="bounded:max_lag=1,bounded:max_lag=2,one_step_off")
-    assert [spec.text for spec in comparison.specs] == ["bounded:max_lag=1", "bounded:max_lag=2", "one_step_off"]
+    assert [variant.text for variant in comparison.variants] == [
+        "bounded:max_lag=1",
+        "bounded:max_lag=2",
+        "one_step_off",
+    ]
     with pytest.raises(RecipeError):
         plan(schedules="bounded:max_lag=2,bounded:max_lag=2")
+
+
+def test_losses_are_compared_over_the_same_optimizer_steps(runs: FakeRuns, tmp_path: Path) -> None:
+    comparison = plan(losses="dapo,ppo:advantage.type=value", length=RunLength(steps=30))
+    result = run_comparison(comparison, tmp_path / "out", silent)
+    dapo, ppo = (load_recipe(RECIPE, overrides) for overrides in runs.overrides)
+    assert (dapo.loss.type, dapo.advantage.type) == ("dapo", "group_mean_std")
+    assert (ppo.loss.type, ppo.advantage.type) == ("ppo", "value")
+    assert {(each.trainer.max_steps, each.trainer.max_seconds) for each in (dapo, ppo)} == {(30, None)}
+    assert [row["loss"] for row in result["rows"]] == ["dapo", "ppo:advantage.type=value"]
+    assert (result["seconds"], result["steps"]) == (None, 30)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from midflight.bench.accuracy import never
+from midflight.bench.accuracy import accuracy_figures
 from midflight.bench.comparison_rows import combine_seeds, comparison_table, curve, run_figures
 
 
@@ -34,8 +34,13 @@ def summary(**values: Any) -> dict[str, Any]:
 
 
 def make_run(seed: int = 0, reached: dict[str, float | None] | None = None, **values: Any) -> dict[str, Any]:
-    figures = run_figures(summary(**values), steps(20), reached or never())
+    figures = run_figures(summary(**values), steps(20), reached_at(reached or {}))
     return {"schedule": "april", "seed": seed, "run_directory": f"/runs/{seed}", **figures, "curve": []}
+
+
+def reached_at(seconds: dict[str, float | None]) -> dict[str, Any]:
+    figures = accuracy_figures([], lambda _: 0.0)
+    return {**figures, "seconds_to_accuracy": {**figures["seconds_to_accuracy"], **seconds}}
 
 
 def adds_up(groups: dict[str, int]) -> bool:
@@ -43,13 +48,13 @@ def adds_up(groups: dict[str, int]) -> bool:
 
 
 def test_rates_are_per_second_of_the_run_and_of_rollouts() -> None:
-    figures = run_figures(summary(), steps(20), never())
+    figures = run_figures(summary(), steps(20), reached_at({}))
     assert figures["trained_samples_per_s"] == 160.0
     assert figures["trained_tokens_per_s"] == 3200.0
     assert figures["trained_tokens_per_rollout_s"] == 4000.0
     assert figures["length_ks"] == 0.0625
     assert figures["final_reward"] == 0.5  # of the last two of twenty steps
-    assert run_figures(summary(rollout_s=0.0), [], never())["trained_tokens_per_rollout_s"] is None
+    assert run_figures(summary(rollout_s=0.0), [], reached_at({}))["trained_tokens_per_rollout_s"] is None
 
 
 def test_the_row_of_one_run_is_that_run() -> None:

@@ -1,16 +1,16 @@
-"""Schedules as they are listed on the command line."""
+"""Schedules and losses as they are listed on the command line."""
 
 from __future__ import annotations
 
 import pytest
 
-from midflight.bench.schedule_specs import parse_schedules
+from midflight.bench.variants import parse_variants
 from midflight.errors import RecipeError
 
 
 def test_a_list_of_types_and_keys() -> None:
-    april, conventional, bounded = parse_schedules(
-        "april, conventional:steps_per_rl_step=4,bounded:max_lag=2:updates=x"
+    april, conventional, bounded = parse_variants(
+        "schedule", "april, conventional:steps_per_rl_step=4,bounded:max_lag=2:updates=x"
     )
     assert (april.text, april.overrides) == ("april", ("schedule.type=april",))
     assert conventional.text == "conventional:steps_per_rl_step=4"
@@ -24,9 +24,17 @@ def test_a_list_of_types_and_keys() -> None:
 )
 def test_anything_else_is_an_error(text: str) -> None:
     with pytest.raises(RecipeError, match="--schedules"):
-        parse_schedules(text)
+        parse_variants("schedule", text)
 
 
 def test_a_schedule_has_one_type() -> None:
     with pytest.raises(RecipeError, match="'type=april' in 'pipeline:type=april'"):
-        parse_schedules("pipeline:type=april")
+        parse_variants("schedule", "pipeline:type=april")
+
+
+def test_a_loss_may_need_keys_of_other_sections() -> None:
+    grpo, ppo = parse_variants("loss", "grpo:clip_high=0.3,ppo:advantage.type=value")
+    assert grpo.overrides == ("loss.type=grpo", "loss.clip_high=0.3")
+    assert ppo.overrides == ("loss.type=ppo", "advantage.type=value")
+    with pytest.raises(RecipeError, match="--losses: 'clip_high' in 'grpo:clip_high'"):
+        parse_variants("loss", "grpo:clip_high")

@@ -1,0 +1,41 @@
+"""What is compared, as a user lists it: `conventional:steps_per_rl_step=4,april` or `grpo,ppo:advantage.type=value`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midflight.errors import RecipeError
+
+_OPTIONS = {"schedule": "--schedules", "loss": "--losses"}  # of the command line
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One change of a recipe. `text` is what the user typed, `overrides` what it means for a recipe."""
+
+    section: str  # whose `type` it is
+    text: str
+    overrides: tuple[str, ...]
+
+
+def parse_variants(section: str, text: str) -> tuple[Variant, ...]:
+    """The types of `section` in a list. Whether there are such types and keys is for the recipe to say.
+
+    Raises: RecipeError if one of them is not of the form TYPE[:KEY=VALUE]..., KEY of the section or SECTION.KEY.
+    """
+    return tuple(_parse(section, part.strip()) for part in text.split(","))
+
+
+def _parse(section: str, text: str) -> Variant:
+    kind, *settings = text.split(":")
+    overrides = [f"{section}.type={kind}"]
+    for setting in settings:
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        key = key if "." in key or not key else f"{section}.{key}"
+        # A second type would start the section afresh, and the row would not say what was run.
+        if not (key and equals and value) or key == f"{section}.type":
+            raise RecipeError(f"{_OPTIONS[section]}: {setting!r} in {text!r} is not of the form key=value")
+        overrides.append(f"{key}={value}")
+    if not kind.strip():
+        raise RecipeError(f"{_OPTIONS[section]}: {text!r} does not begin with the type of a {section}")
+    return Variant(section, text, tuple(overrides))

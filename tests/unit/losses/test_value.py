@@ -60,9 +60,7 @@ numbers = st.floats(-10, 10)
     st.lists(st.tuples(st.lists(numbers, max_size=20), numbers), min_size=1, max_size=6),
     st.floats(0, 1) | st.sampled_from([0.0, 1.0]),
 )
-def test_the_doubling_sum_is_the_plain_loop(
-    sequences: list[tuple[list[float], float]], gae_lambda: float
-) -> None:
+def test_the_doubling_sum_is_the_plain_loop(sequences: list[tuple[list[float], float]], gae_lambda: float) -> None:
     """Sequences without a token that carries loss are among them."""
     values = [value for sequence, _ in sequences for value in sequence]
     index = [number for number, (sequence, _) in enumerate(sequences) for _ in sequence]

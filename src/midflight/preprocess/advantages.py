@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 def group_mean(rewards: Float64Array) -> Float64Array:
     """r - mean(r) over the group. Source: Dr. GRPO (Liu et al. 2025)."""
     # From one of them first: the mean of equal rewards may differ from them in the last bit.
-    relative = rewards - rewards[0]
+    relative: Float64Array = rewards - rewards[0]
     return relative - np.mean(relative)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,20 @@ import torch
 
 from midflight.launch.build import build_trainer
 from midflight.launch.objectives import build_objective
+from midflight.losses.cispo import cispo
+from midflight.losses.dapo import dapo
+from midflight.losses.decoupled_ppo import decoupled_ppo
 from midflight.losses.denominators import BatchCounts
+from midflight.losses.grpo import grpo
+from midflight.losses.gspo import gspo
+from midflight.losses.inputs import Loss
+from midflight.losses.objective import Objective
+from midflight.losses.ppo import ppo
+from midflight.losses.reinforce import reinforce
 from midflight.models.attention import PACKED_ATTENTION, PackedSequences
+from midflight.models.policy import PackedPolicy
 from midflight.preprocess.packing import pack
+from midflight.protocols import PolicyOutputs
 from midflight.testing.fakes import InProcessWeights
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
 from midflight.trainer.inputs import loss_inputs
@@ -110,6 +124,116 @@ def test_the_gradient_does_not_depend_on_the_split_or_the_order() -> None:
     for name, expected in whole.items():
         for other in (one_by_one, tight):
             assert (other[name] - expected).abs().max() <= 1e-6 * scale + 1e-7, name
+
+
+LOSSES: dict[str, Loss] = {
+    "reinforce": reinforce,
+    "cispo": functools.partial(cispo, clip_low=0.3, clip_high=0.5),
+    "grpo": grpo,
+    "dapo": dapo,
+    "gspo": functools.partial(gspo, clip_low=0.05, clip_high=0.05),
+    "ppo": ppo,
+    "decoupled_ppo": decoupled_ppo,
+}
+
+
+def near_policy(batch: list[Trajectory], policy: PackedPolicy) -> list[Trajectory]:
+    """With behavior log-probabilities around the policy's own, so that clips act on some tokens and not on others."""
+    rng, near = np.random.default_rng(2), []
+    for each in batch:
+        logprobs = each.behavior_logprobs.copy()
+        with torch.no_grad():
+            logprobs[each.loss_mask] = policy(pack([each], 4096)[0])[0].logprobs.numpy()
+        logprobs[each.loss_mask] += rng.normal(scale=0.4, size=int(each.loss_mask.sum()))
+        advantages = np.where(each.loss_mask, np.float32(rng.normal()), np.float32(0))
+        near.append(replace(each, behavior_logprobs=logprobs, advantages=advantages, reward=float(rng.normal())))
+    return near
+
+
+def microbatches_of(batch: list[Trajectory]) -> dict[str, list[Microbatch]]:
+    """The same batch in one microbatch with shared prompts, in several, in one each, and in another order."""
+    order = np.random.default_rng(3).permutation(len(batch))
+    return {
+        "one of eight": pack(batch, 4096),
+        "eight of one": [pack([each], 4096)[0] for each in batch],
+        "in between": pack(batch, 64),
+        "in another order": pack([batch[index] for index in order], 96),
+    }
+
+
+def gradient_of(
+    microbatches: list[Microbatch],
+    policy: PackedPolicy,
+    other: PackedPolicy,
+    counts: BatchCounts,
+    objective: Objective,
+) -> torch.Tensor:
+    """All parameters' in one vector, the value head's among them. `other` is proximal policy and reference."""
+    policy.zero_grad()
+    for microbatch in microbatches:
+        with torch.no_grad():
+            old, old_values = other(microbatch)
+        logprobs = np.zeros(len(microbatch.token_ids))
+        logprobs[microbatch.loss_mask] = old.logprobs.numpy()
+        scores, values = policy(microbatch)
+        inputs = loss_inputs(
+            replace(microbatch, ref_logprobs=logprobs),
+            PolicyOutputs(scores.logprobs, scores.entropy, values),
+            PolicyOutputs(old.logprobs, old.entropy, old_values),
+            counts,
+            objective,
+        )
+        objective(inputs).loss.backward()
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.fixture(scope="module")
+def two_policies() -> tuple[PackedPolicy, PackedPolicy]:
+    """A tiny one with a value head and entropy, and one that is close to it.
+
+    In float64, GPT-2's norms too: in float32 the order of the sums alone makes 8e-7 of the largest gradient.
+    """
+    policy = PackedPolicy(tiny_model("gpt2"), 0.9, with_values=True, entropy_gradient=True).double()
+    torch.nn.init.normal_(policy.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    other = copy.deepcopy(policy)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01)
+    return policy, other
+
+
+@pytest.mark.parametrize("denominator", ["tokens", "sequences", "sequence_mean", "constant"])
+@pytest.mark.parametrize(
+    ("loss", "learns_values"), [*((loss, False) for loss in LOSSES if loss != "ppo"), ("ppo", True), ("grpo", True)]
+)
+def test_no_loss_depends_on_how_a_batch_is_split_packed_or_ordered(
+    loss: str, learns_values: bool, denominator: str, two_policies: tuple[PackedPolicy, PackedPolicy]
+) -> None:
+    policy, other = two_policies
+    batch = near_policy(siblings(), policy)
+    counts = BatchCounts(sum(int(each.loss_mask.sum()) for each in batch), len(batch), max_response_tokens=40)
+    objective = Objective(
+        LOSSES[loss],
+        denominator,
+        max_response_tokens=40,
+        max_ratio=2.0,
+        token_mask=(0.4, 2.5),
+        kl_coefficient=0.1,
+        entropy_coefficient=0.05,
+        gae_lambda=0.9 if learns_values else None,
+        value_coefficient=0.5,
+    )
+    splits = microbatches_of(batch)
+    assert [len(microbatches) for microbatches in splits.values()][:2] == [1, 8]
+    assert 2 < len(splits["in between"]) < 8
+    expected = gradient_of(splits.pop("one of eight"), policy, other, counts, objective)
+    scale = expected.abs().max()
+    assert scale > 1e-3
+    for name, microbatches in splits.items():
+        gradient = gradient_of(microbatches, policy, other, counts, objective)
+        assert (gradient - expected).abs().max() <= 1e-12 * scale, name
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:

@@ -78,6 +78,82 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        *(
+            (
+                [f"advantage.type={baseline}", "batch.group_size=1"],
+                f"advantage.type = '{baseline}' compares the rollouts of a group, and batch.group_size = 1: every"
+                " advantage would be 0; a larger group, or advantage.type = 'value' or 'none' would work",
+            )
+            for baseline in ("group_mean", "group_mean_std", "leave_one_out")
+        ),
+        (
+            ["advantage.type=value", "advantage.normalize_batch=true"],
+            "advantage.normalize_batch needs the advantages before training, and advantage.type = 'value' learns",
+        ),
+        (
+            ["loss.type=ppo"],
+            "loss.type = 'ppo' learns a value function, and advantage.type = 'group_mean_std' has none;",
+        ),
+        (["reference.path=other"], "[reference] is used by loss.kl_coefficient, which is not set"),
+        (["reference.url=http://localhost:8000"], "[reference] is used by loss.kl_coefficient, which is not set"),
+        (
+            ["reward.overlong_buffer=160"],
+            "reward.overlong_buffer = 160 is not less than sampling.max_tokens = 160: every response would be punished",
+        ),
+        (
+            ["loss.token_mask=[0.1, 0.9]"],
+            "loss: token_mask = [0.1, 0.9] leaves out a ratio of 1; [0.125, 8.0] would work",
+        ),
+        (["loss.sequence_mask=[1.0, 2.0]"], "loss: sequence_mask = [1.0, 2.0] leaves out a ratio of 1;"),
+        (["loss.token_mask=[0.5]"], "loss.token_mask"),
+        (["loss.type=grpo", "loss.clip_low=0"], "loss.clip_low: should be greater than 0, got 0"),
+        (["loss.type=grpo", "loss.clip_low=1.5"], "loss.clip_low: should be less than or equal to 1, got 1.5"),
+        (["loss.type=dapo", "loss.clip_high=0"], "loss.clip_high: should be greater than 0, got 0"),
+        (["loss.max_ratio=0"], "loss.max_ratio: should be greater than 0, got 0"),
+        (["loss.kl_coefficient=-1"], "loss.kl_coefficient: should be greater than or equal to 0, got -1"),
+        (["loss.kl_estimator=k4"], "loss.kl_estimator: should be 'k1', 'k2' or 'k3', got 'k4'"),
+        (
+            ["loss.type=reinforce", "loss.clip_high=2"],
+            "loss.clip_high is a key of grpo and dapo and gspo and cispo and ppo and decoupled_ppo, but loss.type ="
+            " 'reinforce'",
+        ),
+        (["loss.type=grpo", "loss.function=a:b"], "loss.function is a key of custom, but loss.type = 'grpo'"),
+        (["loss.type=custom"], "loss.function is missing"),
+        (
+            ["loss.type=magic"],
+            "loss.type: there is no 'magic'; known are reinforce, grpo, dapo, gspo, cispo, ppo, decoupled_ppo, custom",
+        ),
+        (["advantage.gae_lambda=1.5"], "advantage.gae_lambda: should be less than or equal to 1, got 1.5"),
+        (["advantage.type=critic"], "advantage.type: should be 'group_mean', 'group_mean_std', 'leave_one_out', "),
+    ],
+)
+def test_an_objective_that_cannot_be_is_one_clear_line(recipe_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe_file, overrides)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch.group_size=1", "advantage.type=none"],
+        ["batch.group_size=1", "advantage.type=value"],
+        ["batch.group_size=1", "advantage.type=value", "loss.type=ppo"],
+        ["loss.type=grpo", "advantage.type=value"],
+        ["reference.path=other", "loss.kl_coefficient=0"],
+        ["reward.overlong_buffer=159"],
+        ["loss.type=cispo", "loss.clip_low=1.0"],
+        ["loss.token_mask=[0.125, 8]", "loss.sequence_mask=[0.999, 1.001]"],
+    ],
+)
+def test_what_the_errors_advise_works(recipe_file: Path, overrides: list[str]) -> None:
+    load_recipe(recipe_file, overrides)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "model is missing"),
@@ -126,6 +202,17 @@ def test_changing_the_type_of_a_section_starts_it_afresh(recipe_file: Path) -> N
     assert changed == ConventionalConfig(steps_per_rl_step=4)
     with pytest.raises(RecipeError, match=r"schedule\.max_lag is a key of pipeline"):
         load_recipe(recipe_file, ["schedule.type=conventional", "schedule.max_lag=4"])
+
+
+def test_a_section_without_a_type_has_the_default_one(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\npath = "model"\n[loss]\nmax_ratio = 3\n[schedule]\nmax_lag = 4\n')
+    recipe = load_recipe(path, ["loss.kl_coefficient=0.1"])
+    assert (recipe.loss.type, recipe.loss.max_ratio, recipe.loss.kl_coefficient) == ("reinforce", 3, 0.1)
+    assert recipe.schedule == PipelineConfig(max_lag=4)
+    assert load_recipe(path, ["loss.type=reinforce"]).loss.max_ratio == 3
+    with pytest.raises(RecipeError, match=r"loss\.clip_high is a key of grpo"):
+        load_recipe(path, ["loss.clip_high=0.3"])
 
 
 def test_every_key_is_described() -> None:

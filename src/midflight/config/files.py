@@ -28,6 +28,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
     _anchor_paths(values, path.resolve().parent)
+    _set_default_types(values)
     for override in overrides:
         _apply_override(values, override)
     try:
@@ -87,6 +88,14 @@ def _anchor_paths(values: dict[str, Any], directory: Path) -> None:
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = str((directory / Path(table[key]).expanduser()).resolve())
+
+
+def _set_default_types(values: dict[str, Any]) -> None:
+    """A section that sets keys but no `type` has the default one."""
+    for section, field in Recipe.model_fields.items():
+        table = values.setdefault(section, {}) if _kinds(section) else None
+        if isinstance(table, dict):
+            table.setdefault("type", field.default.type)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -17,7 +17,7 @@ _MAX_LOGITS = 1 << 24
 
 
 class TokenScores(NamedTuple):
-    """Of the chosen tokens, both [M] float32."""
+    """Of the chosen tokens, both [M], float32 unless the model is float64."""
 
     logprobs: Tensor  # nats
     entropy: Tensor  # of the whole distribution, nats; without gradient unless asked for
@@ -37,8 +37,8 @@ class LogitTransform(NamedTuple):
         return cls(scale, getattr(config, "final_logit_softcapping", None) or 0.0, temperature)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """In float32. Shapes: [C, V] -> [C, V]."""
-        logits = logits.float()
+        """In float32 or what is more precise. Shapes: [C, V] -> [C, V]."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap:

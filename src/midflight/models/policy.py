@@ -46,7 +46,9 @@ class PackedPolicy(torch.nn.Module):
         hidden_MD = hidden_TD.index_select(0, packed.previous_index[predicted_M])
         head = self.model.get_output_embeddings()
         scores = score_tokens(hidden_MD, token_ids_T[predicted_M], head, self._transform, self._entropy_gradient)
-        values_M = None if self.value_head is None else self.value_head(hidden_MD.float()).squeeze(1)
+        values_M = None
+        if self.value_head is not None:
+            values_M = self.value_head(hidden_MD.to(self.value_head.weight.dtype)).squeeze(1)
         return scores, values_M
 
 

@@ -13,10 +13,15 @@ Advantage = Callable[[Float64Array], Float64Array]
 # Keeps the division finite where all rewards of a group are equal; the numerator is zero there.
 _STD_EPSILON = 1e-4
 
+# In standard deviations, what rounding may leave of an advantage that is zero.
+_ROUNDING = 1e-12
+
 
 def group_mean(rewards: Float64Array) -> Float64Array:
     """r - mean(r) over the group. Source: Dr. GRPO (Liu et al. 2025)."""
-    return rewards - np.mean(rewards)
+    # From one of them first: the mean of equal rewards may differ from them in the last bit.
+    relative: Float64Array = rewards - rewards[0]
+    return relative - np.mean(relative)
 
 
 def group_mean_std(rewards: Float64Array) -> Float64Array:
@@ -50,4 +55,5 @@ ADVANTAGES: dict[str, Advantage] = {
 
 def normalize(advantages: Float64Array) -> Float64Array:
     """(A - mean(A)) / (std(A) + 1e-4) over the rollouts of a batch. Source: Magistral (2025), sec. 2.1."""
-    return group_mean_std(advantages)
+    normalized = group_mean_std(advantages)
+    return np.where(np.abs(normalized) < _ROUNDING, 0.0, normalized)

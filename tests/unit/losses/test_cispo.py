@@ -1,0 +1,47 @@
+"""Clipped importance weights, by hand: they bound the gradient and never stop it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from midflight.losses.cispo import cispo
+from midflight.losses.reinforce import reinforce
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_three_tokens_by_hand(inputs_of, sign: int) -> None:
+    """Ratios 2, 0.5 and 1.1 in [0.7, 1.4] are 1.4, 0.7 and 1.1 whatever the advantage's sign.
+
+    loss = -(1.4 * 2 * -2 + 0.7 * -1 * -1 + 1.1 * 3 * -0.5) / 3 = 6.55 / 3, d loss / d log pi = -w A / 3
+    """
+    policy = tensor(-2, -1, -0.5).requires_grad_()
+    behavior = policy.detach() - tensor(2, 0.5, 1.1).log()
+    output = cispo(inputs_of(policy, behavior, sign * tensor(2, -1, 3)), clip_low=0.3, clip_high=0.4)
+    torch.testing.assert_close(output.loss, torch.tensor(sign * 6.55 / 3, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(output.loss, policy)
+    torch.testing.assert_close(gradient, sign * tensor(-2.8 / 3, 0.7 / 3, -1.1))
+    assert output.token_metrics["clipped_fraction"].tolist() == [1, 1, 0]
+
+
+def test_by_default_there_is_no_lower_bound_and_five_is_the_upper_one(inputs_of) -> None:
+    policy = tensor(-1, -1, -1).requires_grad_()
+    behavior = policy.detach() - tensor(1e-6, 4.9, 8).log()
+    output = cispo(inputs_of(policy, behavior, tensor(1, 1, -1), token_weights=tensor(1, 1, 1)))
+    (gradient,) = torch.autograd.grad(output.loss, policy)
+    torch.testing.assert_close(gradient, tensor(-1e-6, -4.9, 5))
+    assert output.token_metrics["clipped_fraction"].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("clip_high", [0.2, 2.0, 4.0])
+def test_without_a_lower_bound_it_is_reinforce_truncated_at_one_more(inputs_of, clip_high: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, behavior, advantages = torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    inputs = inputs_of(policy.requires_grad_(), behavior, advantages)
+    ours, plain = cispo(inputs, clip_low=1.0, clip_high=clip_high).loss, reinforce(inputs, 1 + clip_high).loss
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(torch.autograd.grad(ours, policy)[0], torch.autograd.grad(plain, policy)[0])

@@ -1,0 +1,248 @@
+"""From graded groups to a batch: which tokens carry loss, what is packed, what is only counted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midflight.errors import RecipeError
+from midflight.preprocess.advantages import ADVANTAGES
+from midflight.preprocess.batches import Preprocessing, build_batch
+from midflight.types import (
+    ActorState,
+    FinishReason,
+    Float32Array,
+    GeneratedTokens,
+    GroupId,
+    Microbatch,
+    Problem,
+    Rollout,
+    RolloutGroup,
+    RolloutId,
+    RolloutStatus,
+    TrainingBatch,
+)
+
+PROMPT = np.array([3, 4], np.int32)
+PLAIN = Preprocessing(ADVANTAGES["group_mean"], max_tokens=64, max_response_tokens=16)
+
+
+def rollout(
+    number: int, length: int, reward: float, *, cut_off: bool = False, versions: Sequence[int] | None = None
+) -> Rollout:
+    """Token ids and log-probabilities that tell which rollout and which of its tokens they are."""
+    tokens = np.arange(length, dtype=np.int32) + 100 * (number + 1)
+    generated = GeneratedTokens(tokens, -tokens.astype(np.float32) / 1000, np.array(versions or [5] * length, np.int32))
+    reason = FinishReason.LENGTH if cut_off else FinishReason.STOP
+    group_id = GroupId(number // 2)
+    return Rollout(RolloutId(number), group_id, RolloutStatus.FINISHED, PROMPT, generated, reason, reward)
+
+
+def groups_of(*rollouts: Rollout, size: int = 2) -> list[RolloutGroup]:
+    return [
+        RolloutGroup(GroupId(start // size), Problem("p", "1+1", "2"), list(rollouts[start : start + size]))
+        for start in range(0, len(rollouts), size)
+    ]
+
+
+def batch_of(groups: list[RolloutGroup], index: int = 5, **changes: Any) -> TrainingBatch:
+    settings = {name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}
+    return build_batch(
+        groups,
+        ActorState(),
+        index=index,
+        preprocessing=Preprocessing(**{**settings, **changes}),
+        generated_lengths=[1],
+        dropped_lengths=[],
+        upstream_metrics={},
+    )
+
+
+def packed(batch: TrainingBatch) -> list[Microbatch]:
+    return [each for rank in batch.microbatches for each in rank]
+
+
+def loss_tokens(batch: TrainingBatch) -> list[int]:
+    """The ids of the tokens that carry loss."""
+    return sorted(token for each in packed(batch) for token in each.token_ids[each.loss_mask].tolist())
+
+
+def assert_finite(batch: TrainingBatch) -> None:
+    for microbatch in packed(batch):
+        for name in ("behavior_logprobs", "advantages", "rewards"):
+            assert np.isfinite(getattr(microbatch, name)).all()
+    assert all(np.isfinite(value) for value in batch.metrics.values())
+
+
+def test_a_batch_by_hand() -> None:
+    batch = batch_of(groups_of(rollout(0, 3, 1.0), rollout(1, 2, 0.0)))
+    ((microbatch,),) = batch.microbatches
+    # The prompt stands there once.
+    assert microbatch.token_ids.tolist() == [3, 4, 100, 101, 102, 200, 201]
+    assert microbatch.loss_mask.tolist() == [False, False, True, True, True, True, True]
+    assert microbatch.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5, -0.5, -0.5]
+    np.testing.assert_allclose(microbatch.behavior_logprobs, [0, 0, -0.1, -0.101, -0.102, -0.2, -0.201], rtol=1e-6)
+    assert microbatch.rewards.tolist() == [1, 0]
+    assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (2, 5, 5)
+    assert batch.metrics["without_gradient_fraction"] == 0
+    assert batch.metrics["masked_token_fraction"] == 0
+
+
+def test_responses_that_were_cut_off_carry_no_loss_and_count_as_baselines() -> None:
+    groups = groups_of(rollout(0, 4, 0.0, cut_off=True), rollout(1, 2, 1.0))
+    batch = batch_of(groups, mask_truncated=True)
+    assert loss_tokens(batch) == [200, 201]
+    assert packed(batch)[0].advantages[-1] == 0.5
+    assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (2, 6, 2)
+    assert batch.metrics["masked_token_fraction"] == pytest.approx(4 / 6)
+    assert batch.metrics["without_gradient_fraction"] == 0.5
+    assert sum(batch.lag_histogram.values()) == 2
+    assert loss_tokens(batch_of(groups)) == [100, 101, 102, 103, 200, 201]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(0, [104]), (1, [103, 104]), (3, [101, 102, 103, 104]), (4, [100, 101, 102, 103, 104])],
+)
+def test_tokens_of_a_greater_lag_carry_no_loss(limit: int, expected: list[int]) -> None:
+    """Versions 1, 2, 3, 4, 5 at batch 5 are lags 4, 3, 2, 1, 0."""
+    groups = groups_of(rollout(0, 5, 1.0, versions=[1, 2, 3, 4, 5]), rollout(1, 1, 0.0, versions=[0]))
+    batch = batch_of(groups, mask_older_than=limit)
+    assert loss_tokens(batch) == expected
+    ((microbatch,),) = batch.microbatches
+    # What carries no loss is still what later tokens follow.
+    assert microbatch.token_ids.tolist() == [3, 4, 100, 101, 102, 103, 104]
+    assert (microbatch.advantages[~microbatch.loss_mask] == 0).all()
+    assert batch.num_loss_tokens == len(expected)
+    assert batch.metrics["masked_token_fraction"] == pytest.approx(1 - len(expected) / 6)
+    assert batch.lag_histogram == dict.fromkeys(range(limit + 1), 1)
+
+
+@pytest.mark.parametrize("advantage", [None, *ADVANTAGES.values()], ids=["value", *ADVANTAGES])
+@pytest.mark.parametrize("normalize_advantages", [False, True])
+def test_an_empty_response_is_counted_and_not_packed(advantage: Any, normalize_advantages: bool) -> None:
+    batch = batch_of(
+        groups_of(rollout(0, 0, 1.0), rollout(1, 3, -1.0)),
+        advantage=advantage,
+        normalize_advantages=normalize_advantages and advantage is not None,
+        keep_all=True,
+        overlong_buffer=4,
+    )
+    assert loss_tokens(batch) == [200, 201, 202]
+    assert [each.rewards.tolist() for each in packed(batch)] == [[-1.0]]
+    assert batch.num_rollouts == 2
+    assert batch.trained_lengths.tolist() == [0, 3]
+    assert batch.metrics["without_gradient_fraction"] == 0.5
+    assert_finite(batch)
+
+
+def test_a_batch_of_empty_responses_is_an_empty_batch() -> None:
+    batch = batch_of(groups_of(rollout(0, 0, 1.0), rollout(1, 0, 0.0)), keep_all=True)
+    assert batch.microbatches == [[]]
+    assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (2, 0, 0)
+    assert batch.lag_histogram == {}
+    assert_finite(batch)
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_mean_std", "leave_one_out"])
+@pytest.mark.parametrize("normalize_advantages", [False, True])
+def test_equal_rewards_in_every_group_are_a_counted_batch_without_microbatches(
+    name: str, normalize_advantages: bool
+) -> None:
+    """Rewards no float holds exactly, different from group to group."""
+    rollouts = [rollout(number, 3, (0.1, 0.7)[number // 3]) for number in range(6)]
+    groups = groups_of(*rollouts, size=3)
+    settings = {"advantage": ADVANTAGES[name], "normalize_advantages": normalize_advantages}
+    batch = batch_of(groups, **settings)
+    assert batch.microbatches == [[]]
+    assert batch.metrics["without_gradient_fraction"] == 1.0
+    assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (6, 18, 18)
+    assert batch.group_ids == [0, 1]
+    assert_finite(batch)
+    kept = batch_of(groups, keep_all=True, **settings)
+    assert len(loss_tokens(kept)) == 18
+    assert kept.metrics["without_gradient_fraction"] == 0
+    assert not any(each.advantages.any() for each in packed(kept))
+
+
+def test_normalizing_leaves_a_group_without_advantages_without_a_gradient() -> None:
+    """The sum of the other advantages, 2/3 - 1/3 - 1/3, is not zero in floating point."""
+    rollouts = [rollout(number, 2, reward) for number, reward in enumerate([1, 0, 0, 1, 1, 1])]
+    batch = batch_of(groups_of(*rollouts, size=3), normalize_advantages=True)
+    assert loss_tokens(batch) == [100, 101, 200, 201, 300, 301]
+    assert batch.metrics["without_gradient_fraction"] == 0.5
+    # Over the batch the mean is 0 and the standard deviation sqrt((4 + 1 + 1) / 9 / 6) = 1/3.
+    advantages = sorted(set(packed(batch)[0].advantages.tolist()))
+    np.testing.assert_allclose(advantages, [-1, 0, 2], rtol=1e-3, atol=1e-12)
+
+
+def test_with_a_value_function_advantages_are_not_the_batchs() -> None:
+    batch = batch_of(groups_of(rollout(0, 2, 1.0), rollout(1, 2, 0.0)), advantage=None, keep_all=True)
+    assert not packed(batch)[0].advantages.any()
+    assert packed(batch)[0].rewards.tolist() == [1, 0]
+
+
+def test_the_length_penalty_is_part_of_the_reward() -> None:
+    """Responses of 16 and 14 tokens where 16 are the most and the last 4 are punished: -1 and -0.5."""
+    batch = batch_of(groups_of(rollout(0, 16, 1.0), rollout(1, 14, 1.0)), overlong_buffer=4)
+    (microbatch,) = packed(batch)
+    assert sorted(microbatch.rewards.tolist()) == [0, 0.5]
+    assert sorted(set(microbatch.advantages.tolist())) == [-0.25, 0, 0.25]
+    assert batch.metrics["reward/length_penalty"] == pytest.approx(-0.75)
+    assert batch.metrics["reward/mean"] == 1
+
+
+def test_a_rollout_longer_than_a_microbatch_names_the_key() -> None:
+    groups = groups_of(rollout(0, 9, 1.0), rollout(1, 2, 0.0))
+    assert packed(batch_of(groups, max_tokens=11))
+    with pytest.raises(RecipeError, match=r"batch\.max_tokens = 10: a sequence of 11 tokens"):
+        batch_of(groups, max_tokens=10)
+
+
+class ReferenceOfTokenIds:
+    """Implements Reference: a log-probability that tells which token it is of."""
+
+    def logprobs(self, microbatch: Microbatch) -> Float32Array:
+        return np.where(microbatch.loss_mask, -microbatch.token_ids, 0).astype(np.float32)
+
+
+def test_every_microbatch_gets_what_the_reference_says_about_it() -> None:
+    rollouts = [rollout(number, 3 + number, number % 2) for number in range(6)]
+    batch = batch_of(groups_of(*rollouts), max_tokens=12, reference=ReferenceOfTokenIds())
+    assert len(packed(batch)) > 1
+    for microbatch in packed(batch):
+        assert microbatch.ref_logprobs is not None
+        expected = np.where(microbatch.loss_mask, -microbatch.token_ids, 0)
+        np.testing.assert_array_equal(microbatch.ref_logprobs, expected)
+    assert all(each.ref_logprobs is None for each in packed(batch_of(groups_of(*rollouts))))
+
+
+def test_two_ranks_share_every_trajectory_and_count_the_same_batch() -> None:
+    rollouts = [rollout(number, 1 + number, number % 2) for number in range(8)]
+    make = functools.partial(batch_of, groups_of(*rollouts), max_tokens=16)
+    alone, shared = make(num_ranks=1), make(num_ranks=2)
+    assert len(shared.microbatches) == 2
+    assert (
+        loss_tokens(shared)
+        == loss_tokens(alone)
+        == sorted(token for each in rollouts for token in each.generated.token_ids.tolist())
+    )
+    assert [sum(len(each.rewards) for each in rank) for rank in shared.microbatches] == [4, 4]
+    for name in ("num_rollouts", "num_response_tokens", "num_loss_tokens", "lag_histogram"):
+        assert getattr(shared, name) == getattr(alone, name)
+
+
+def test_ranks_share_rollouts_equally_whatever_their_lengths() -> None:
+    """Which rank trains a rollout is known before it is generated."""
+    short = [rollout(number, 1, number % 2) for number in range(8)]
+    mixed = [rollout(number, 1 + number, number % 2) for number in range(8)]
+
+    def members(rollouts: list[Rollout]) -> list[set[int]]:
+        ranks = batch_of(groups_of(*rollouts), num_ranks=2).microbatches
+        return [{int(token) // 100 for each in rank for token in each.token_ids[each.loss_mask]} for rank in ranks]
+
+    assert members(short) == members(mixed)

@@ -47,7 +47,9 @@ def trajectory(kind: int, number: int, length: int) -> Trajectory:
     mask = np.arange(length) >= 2
     values = np.where(mask, token_ids, 0).astype(np.float32)
     token_ids[:2] = [kind, kind + 50]
-    return Trajectory(RolloutId(number), token_ids, mask, -values, values.astype(np.int32), values, float(number))
+    return Trajectory(
+        RolloutId(number), token_ids, mask, -values, values.astype(np.int32), values, float(number), number
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(3, 40)), min_size=1, max_size=20))

@@ -142,7 +142,8 @@ class PolicyMetrics:
     def _count(self, cells_M: Int64Array, values_QM: Tensor, extremes_M: Tensor) -> None:
         num_cells = len(self.num_tokens)
         self.num_tokens += np.bincount(cells_M, minlength=num_cells)
-        index_M = torch.from_numpy(cells_M).to(values_QM.device)
+        # Not blocking, or the copy would wait for what the accelerator still has to do.
+        index_M = torch.from_numpy(cells_M).to(values_QM.device, non_blocking=True)
         if self.sums is None or self.largest is None:
             self.sums = values_QM.new_zeros(len(values_QM), num_cells)
             self.largest = values_QM.new_full((2, num_cells), -math.inf)

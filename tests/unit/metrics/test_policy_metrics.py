@@ -277,3 +277,12 @@ def test_gradients_are_not_kept_alive() -> None:
     metrics.add(origins_of([0] * 3, [0] * 3, [True] * 3), policy, torch.zeros(3), policy.exp())
     assert metrics.sums is not None
     assert not metrics.sums.requires_grad
+
+
+def test_adding_reads_nothing_back_from_the_device() -> None:
+    """Tensors on the meta device have no values: whatever needed one on the host would raise."""
+    metrics, values = PolicyMetrics(max_ratio=5.0), torch.zeros(3, device="meta")
+    for _ in range(2):
+        metrics.add(origins_of([0, 1, 5], [0, 4, 9], [True] * 3), values, values, values, {"kl/reference": values})
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        metrics.result()

@@ -61,13 +61,19 @@ def test_packed_tokens_keep_everything_they_carry(drawn: list[tuple[int, int]]) 
         assert microbatch.sequence_lengths.sum() == len(microbatch.token_ids)
         ends = np.cumsum(microbatch.sequence_lengths)
         prompts = []
-        for end, length, start, shared in zip(
-            ends, microbatch.sequence_lengths, microbatch.prefix_starts, microbatch.prefix_lengths, strict=True
+        for end, length, start, shared, first_version in zip(
+            ends,
+            microbatch.sequence_lengths,
+            microbatch.prefix_starts,
+            microbatch.prefix_lengths,
+            microbatch.first_versions,
+            strict=True,
         ):
             where = np.concatenate([np.arange(start, start + shared), np.arange(end - length, end)])
             number = int(microbatch.token_ids[end - 1]) // 1000
             expected = made[number]
             seen.append(number)
+            assert first_version == expected.first_version
             np.testing.assert_array_equal(microbatch.token_ids[where], expected.token_ids)
             np.testing.assert_array_equal(microbatch.position_ids[where], np.arange(len(where)))
             np.testing.assert_array_equal(microbatch.loss_mask[where], expected.loss_mask)

@@ -90,13 +90,20 @@ def serve(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="finished or interrupted runs")],
     plot: Annotated[Path | None, typer.Option(help="also draw reward against seconds and samples here (PNG)")] = None,
+    diagnostics: Annotated[
+        Path | None, typer.Option(help="also draw here how far off-policy tokens were, by lag and position (PNG)")
+    ] = None,
 ) -> None:
-    """Compare runs: a table, and a plot."""
+    """Compare runs: a table, and plots."""
     from midflight.launch.report import plot_runs, run_table
 
     print(run_table(runs))
     if plot:
         plot_runs(runs, plot)
+    if diagnostics:
+        from midflight.launch.diagnostics import plot_diagnostics
+
+        plot_diagnostics(runs, diagnostics)
 
 
 _VARIANTS = "TYPE[:KEY=VALUE]...,..."

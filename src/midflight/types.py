@@ -176,6 +176,7 @@ class Trajectory:
     weight_versions: Int32Array
     advantages: Float32Array
     reward: float  # what a value function learns to predict
+    first_version: int  # of the weights that sampled the first generated token, which may carry no loss
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -202,6 +203,7 @@ class Microbatch:
     prefix_starts: Int32Array
     prefix_lengths: Int32Array  # 0 where nothing is shared
     rewards: Float32Array
+    first_versions: Int32Array  # as in Trajectory: tokens without loss may look like a prompt, and be shared as one
 
     def sequence_index(self) -> Int32Array:
         """Which sequence each token that carries loss belongs to, `[M]`; they stand in order."""

@@ -44,7 +44,7 @@ def trajectories(lengths: list[int]) -> list[Trajectory]:
         logprobs = np.where(mask, rng.uniform(-4, -0.1, length), 0).astype(np.float32)
         advantage = np.where(mask, rng.normal(), 0).astype(np.float32)
         made.append(
-            Trajectory(RolloutId(number), token_ids, mask, logprobs, np.zeros(length, np.int32), advantage, 1.0)
+            Trajectory(RolloutId(number), token_ids, mask, logprobs, np.zeros(length, np.int32), advantage, 1.0, 0)
         )
     return made
 
@@ -85,6 +85,7 @@ def siblings() -> list[Trajectory]:
                 np.zeros(len(prompt) + len(own.token_ids), np.int32),
                 np.full(len(prompt) + len(own.token_ids), rng.normal(), np.float32),
                 1.0,
+                0,
             )
         )
     return made

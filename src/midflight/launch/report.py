@@ -13,7 +13,7 @@ from midflight.launch.run_directory import RunDirectory
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 
 # Okabe and Ito's palette: distinguishable with any color vision.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SMOOTHED_OVER = 1 / 12  # of the run
 
 
@@ -21,7 +21,7 @@ def run_table(directories: Sequence[Path]) -> str:
     """One line per run. Raises: RunDirectoryError if a directory holds no summary."""
     header = f"{'run':32}{'accuracy':>10}{'seconds':>9}{'steps':>7}{'samples/s':>11}"
     lines = [header + f"{'mean lag':>10}{'max lag':>9}{'ESS':>8}  dropped"]
-    for directory, label in zip(directories, _labels(directories), strict=True):
+    for directory, label in zip(directories, labels_of(directories), strict=True):
         summary = _summary(directory)
         after, ess = summary["eval_after"], summary["mean_ess"]
         accuracy = f"{after['sampled_accuracy']:.3f}" if after else "-"
@@ -40,6 +40,30 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
     `labels` are the runs' schedules unless given; runs with the same label have one color.
     Raises: RunDirectoryError if a directory holds no metrics; MissingExtraError without matplotlib.
     """
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    colors: dict[str, str] = {}
+    for directory, label in zip(directories, labels or labels_of(directories), strict=True):
+        metrics = steps_of(directory)
+        shown_label = "_" if label in colors else label  # matplotlib leaves such a line out of the legend
+        color = colors.setdefault(label, COLORS[len(colors) % len(COLORS)])
+        rewards = [line["reward/mean"] for line in metrics]
+        for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
+            positions = [line[key] for line in metrics]
+            axis.plot(positions, rewards, ".", color=color, alpha=0.12, markersize=3)
+            axis.plot(positions, smoothed(rewards), color=color, linewidth=2, label=shown_label)
+    for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
+        axis.set_xlabel(title)
+        axis.set_xlim(left=0)
+        style_axis(axis)
+    axes[0].set_ylabel("reward")
+    axes[1].legend(loc="lower right", frameon=False)
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+
+
+def load_pyplot() -> Any:
+    """matplotlib's, drawing into files only. Raises: MissingExtraError without matplotlib."""
     try:
         import matplotlib
 
@@ -47,26 +71,12 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
         from matplotlib import pyplot
     except ImportError as error:
         raise MissingExtraError("matplotlib", "plot") from error
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    colors: dict[str, str] = {}
-    for directory, label in zip(directories, labels or _labels(directories), strict=True):
-        metrics = _steps(directory)
-        shown_label = "_" if label in colors else label  # matplotlib leaves such a line out of the legend
-        color = colors.setdefault(label, _COLORS[len(colors) % len(_COLORS)])
-        rewards = [line["reward/mean"] for line in metrics]
-        for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
-            positions = [line[key] for line in metrics]
-            axis.plot(positions, rewards, ".", color=color, alpha=0.12, markersize=3)
-            axis.plot(positions, _smoothed(rewards), color=color, linewidth=2, label=shown_label)
-    for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
-        axis.set_xlabel(title)
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("reward")
-    axes[1].legend(loc="lower right", frameon=False)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    return pyplot
+
+
+def style_axis(axis: Any) -> None:
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _summary(directory: Path) -> dict[str, Any]:
@@ -88,7 +98,7 @@ def _dropped(summary: dict[str, Any]) -> str:
     return f"{num_groups} groups, {lengths}, KS {bias['ks']:.3f}"
 
 
-def _steps(directory: Path) -> list[MetricsLine]:
+def steps_of(directory: Path) -> list[MetricsLine]:
     path = RunDirectory(directory).metrics
     lines = read_metrics(path) if path.is_file() else []
     steps = [line for line in lines if line["reward/mean"] is not None]
@@ -97,7 +107,7 @@ def _steps(directory: Path) -> list[MetricsLine]:
     return steps
 
 
-def _labels(directories: Sequence[Path]) -> list[str]:
+def labels_of(directories: Sequence[Path]) -> list[str]:
     """What each run is called; runs of one schedule are told apart by their directories."""
     labels = [_label(directory) for directory in directories]
     return [
@@ -126,7 +136,7 @@ def _label(directory: Path) -> str:
             return str(other)
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """A centered moving average; the window shrinks at both ends."""
     reach = max(1, round(len(values) * _SMOOTHED_OVER / 2))
     windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]

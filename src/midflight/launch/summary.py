@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,9 +11,10 @@ from midflight.actor.partials import PartialBuffer
 from midflight.errors import StreamError
 from midflight.launch.run_directory import RunDirectory
 from midflight.launch.workers import actor_checkpoint, open_batches
-from midflight.metrics.jsonl import read_metrics
+from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
+from midflight.metrics.segments import LAG_EDGES
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
 from midflight.types import ActorState, GroupCounts
 
@@ -41,6 +43,8 @@ def summarize(
         "versions_per_rollout_max": trainer.versions_per_rollout_max,
         "max_lag": int(lag.get("lag/max", 0)),
         "mean_lag": lag.get("lag/mean", 0.0),
+        "mismatch": mismatch_of(lines),
+        "ess_by_lag": mean_by_lag(lines, "ess"),
         "mean_ess": trainer.ess_sum / trainer.ess_steps if trainer.ess_steps else None,
         "update_pause_s": _mean(lines, "update/pause_s", weights=None),
         "idle": {
@@ -58,6 +62,35 @@ def summarize(
         },
         "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
     }
+
+
+def mismatch_of(lines: Sequence[MetricsLine]) -> dict[str, float | None]:
+    """Trainer against engine log-probabilities at one version, nats: the mean over tokens and the maximum.
+
+    None where no step had a token to compare, or, of the maximum, where one was not finite.
+    """
+    compared = [line for line in lines if line.get("mismatch/tokens")]
+    largest = [line["mismatch/max"] for line in compared]
+    return {
+        "mean": _mean(compared, "mismatch/mean", weights="mismatch/tokens"),
+        "max": None if not largest or None in largest else max(largest),
+    }
+
+
+def mean_by_lag(lines: Sequence[MetricsLine], key: str) -> list[float | None]:
+    """The mean over steps of `key/by_lag`, weighted by tokens; None for a bucket that never had any."""
+    return [
+        _mean(
+            [
+                {key: line[f"{key}/by_lag"][bucket], "tokens": line["lag/tokens_by_lag"][bucket]}
+                for line in lines
+                if f"{key}/by_lag" in line
+            ],
+            key,
+            weights="tokens",
+        )
+        for bucket in range(len(LAG_EDGES))
+    ]
 
 
 def _actor_state(run: RunDirectory, trained: int) -> tuple[ActorState | None, int]:
@@ -87,7 +120,7 @@ def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_g
     return counts
 
 
-def _mean(lines: list[dict[str, Any]], key: str, weights: str | None) -> float | None:
+def _mean(lines: Sequence[MetricsLine], key: str, weights: str | None) -> float | None:
     pairs = [(line[key], line[weights] if weights else 1.0) for line in lines if line.get(key) is not None]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else None

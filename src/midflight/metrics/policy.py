@@ -5,15 +5,19 @@ Legend: M sampled tokens of one microbatch or of a whole batch; everything is co
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from midflight.metrics.kl import k3
+from midflight.metrics.kl import k1, k3
+from midflight.metrics.segments import LAG_EDGES, NUM_POSITIONS, Int64Array, TokenOrigins, lag_buckets
+from midflight.types import Float64Array
 
 # The square of exp(300), summed over any batch, still fits a float64; so does its inverse.
 LOG_RATIO_LIMIT = 300.0
@@ -77,21 +81,33 @@ def kl_behavior(log_ratio_M: Tensor) -> Tensor:
     return k3(log_ratio_M.double()).mean()
 
 
+Metrics = dict[str, float | list[float]]
+Sums = TypeVar("Sums", Tensor, Float64Array)
+
+# Every combination of (of one version or not, bucket of lags, tenth of the response); each token is in one.
+_CELLS = (2, len(LAG_EDGES), NUM_POSITIONS)
+_ONLY_SUMMED = ("ratio", "ratio squared", "clamped ratio", "clamped ratio squared", "distance")
+
+
 @dataclass(slots=True)
 class PolicyMetrics:
     """Policy metrics of one batch that arrives as microbatches; the split does not change the result.
 
-    Nothing is copied to the host before `result`, so adding a microbatch does not wait for the accelerator.
+    Sums and maxima are kept for every cell of `_CELLS`; whatever is reported adds cells up. Nothing is copied to the
+    host before `result`, so adding a microbatch does not wait for the accelerator.
+
+    Legend: Q quantities, C cells.
     """
 
     max_ratio: float  # c: where the loss truncates importance ratios
-    num_tokens: int = 0
-    sums: Tensor | None = field(default=None, repr=False)  # in the order `add` stacks them
-    largest_ratio: Tensor | None = field(default=None, repr=False)
-    token_metrics: dict[str, Tensor | float] = field(default_factory=dict, repr=False)  # sums
+    num_tokens: Int64Array = field(default_factory=lambda: np.zeros(math.prod(_CELLS), np.int64), repr=False)  # [C]
+    names: tuple[str, ...] = ()  # of the Q quantities
+    sums: Tensor | None = field(default=None, repr=False)  # [Q, C]
+    largest: Tensor | None = field(default=None, repr=False)  # [2, C]: of pi/mu, and of |log pi/mu|
 
     def add(
         self,
+        origins: TokenOrigins,
         policy_logprobs_M: Tensor,
         behavior_logprobs_M: Tensor,
         entropy_M: Tensor,
@@ -106,54 +122,101 @@ class PolicyMetrics:
         log_ratio_M = policy_logprobs_M.detach().double() - behavior_logprobs_M.double()
         ratio_M = importance_ratio(log_ratio_M)
         clamped_M = ratio_M.clamp(max=self.max_ratio)
-        sums = torch.stack(
-            [
-                ratio_M,
-                ratio_M.square(),
-                clamped_M,
-                clamped_M.square(),
-                (ratio_M > self.max_ratio).double(),
-                k3(log_ratio_M),
-                entropy_M.detach().double(),
-            ]
-        ).sum(dim=1)
-        for name, values_M in token_metrics.items():
-            self.token_metrics[name] = self.token_metrics.get(name, 0.0) + values_M.double().sum()
-        largest = ratio_M.max()
-        self.num_tokens += len(ratio_M)
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.largest_ratio = largest if self.largest_ratio is None else torch.maximum(self.largest_ratio, largest)
-
-    def result(self) -> dict[str, float]:
-        """The metrics by name; nothing at all if no token was added."""
-        if self.sums is None or self.largest_ratio is None:
-            return {}
-        num_tokens = self.num_tokens
-        ratio, ratio_squared, clamped, clamped_squared, num_clamped, kl, entropy = self.sums.unbind()
-        metrics = {
-            "ess": _normalized_ess(ratio, ratio_squared, num_tokens),
-            "ess_clamped": _normalized_ess(clamped, clamped_squared, num_tokens),
-            "ratio/mean": ratio / num_tokens,
-            "ratio/max": self.largest_ratio,
-            "ratio/clamped_fraction": num_clamped / num_tokens,
-            "kl/behavior": kl / num_tokens,
-            "entropy": entropy / num_tokens,
-            **{name: torch.as_tensor(total / num_tokens) for name, total in self.token_metrics.items()},
+        quantities = {
+            "ratio": ratio_M,
+            "ratio squared": ratio_M.square(),
+            "clamped ratio": clamped_M,
+            "clamped ratio squared": clamped_M.square(),
+            "ratio/clamped_fraction": (ratio_M > self.max_ratio).double(),
+            "kl/behavior": k3(log_ratio_M),
+            "kl/behavior_k1": k1(log_ratio_M),
+            "distance": log_ratio_M.abs(),
+            "entropy": entropy_M.detach().double(),
+            **{name: values_M.detach().double() for name, values_M in token_metrics.items()},
         }
-        return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
+        assert self.names in ((), tuple(quantities)), "every microbatch is measured alike"
+        self.names = tuple(quantities)
+        cells_M = _cells(origins)
+        self._count(cells_M, torch.stack(list(quantities.values())), torch.stack([ratio_M, quantities["distance"]]))
+
+    def _count(self, cells_M: Int64Array, values_QM: Tensor, extremes_M: Tensor) -> None:
+        num_cells = len(self.num_tokens)
+        self.num_tokens += np.bincount(cells_M, minlength=num_cells)
+        # Not blocking, or the copy would wait for what the accelerator still has to do.
+        index_M = torch.from_numpy(cells_M).to(values_QM.device, non_blocking=True)
+        if self.sums is None or self.largest is None:
+            self.sums = values_QM.new_zeros(len(values_QM), num_cells)
+            self.largest = values_QM.new_full((2, num_cells), -math.inf)
+        self.sums.index_add_(1, index_M, values_QM)
+        self.largest.scatter_reduce_(1, index_M.expand(2, -1), extremes_M, "amax")
+
+    def result(self) -> Metrics:
+        """The metrics by name; nothing at all if no token was added.
+
+        Each is there three times: of the whole batch, as `name/by_lag` and as `name/by_position`, where NaN stands
+        for no token. `mismatch/*` is of the tokens of one version only, and absent if there are none.
+        """
+        if self.sums is None or self.largest is None:
+            return {}
+        tables = torch.cat([self.sums, self.largest]).cpu().numpy().reshape(-1, *_CELLS)
+        sums, (ratios, distances) = dict(zip(self.names, tables[:-2], strict=True)), tables[-2:]
+        num_tokens = self.num_tokens.reshape(_CELLS)
+        result: Metrics = {"lag/tokens_by_lag": num_tokens.sum(axis=(0, 2)).tolist()}
+        for name, (whole, *parts) in _by_segment(sums, ratios, num_tokens).items():
+            result[name] = whole
+            result[f"{name}/by_lag"], result[f"{name}/by_position"] = parts[: len(LAG_EDGES)], parts[len(LAG_EDGES) :]
+        return {**result, **_mismatch(sums, distances, num_tokens)}
 
 
-def policy_metrics(
-    policy_logprobs_M: Tensor, behavior_logprobs_M: Tensor, entropy_M: Tensor, max_ratio: float
+def _by_segment(
+    sums: Mapping[str, Float64Array], largest_ratio: Float64Array, num_tokens: Int64Array
+) -> dict[str, list[float]]:
+    """Every metric of the whole batch, then of each bucket of lags, then of each tenth.
+
+    Shapes: all `_CELLS` -> [19] each.
+    """
+    counts = _segments(num_tokens.astype(np.float64), np.add)
+    totals = {name: _segments(table, np.add) for name, table in sums.items()}
+    with np.errstate(invalid="ignore"):  # where there is no token, 0 / 0 is NaN, as it should be
+        metrics = {
+            "ess": _normalized_ess(totals["ratio"], totals["ratio squared"], counts),
+            "ess_clamped": _normalized_ess(totals["clamped ratio"], totals["clamped ratio squared"], counts),
+            "ratio/mean": totals["ratio"] / counts,
+            "ratio/max": np.where(counts, _segments(largest_ratio, np.maximum), np.nan),
+            **{name: total / counts for name, total in totals.items() if name not in _ONLY_SUMMED},
+        }
+    return {name: values.tolist() for name, values in metrics.items()}
+
+
+def _segments(cells: Float64Array, reduce: np.ufunc) -> Float64Array:
+    """Shapes: `_CELLS` -> [19], the whole batch, the buckets of lags and the tenths."""
+    by_both = reduce.reduce(cells, axis=0)
+    by_lag, by_position = reduce.reduce(by_both, axis=1), reduce.reduce(by_both, axis=0)
+    return np.concatenate([[reduce.reduce(by_lag)], by_lag, by_position])
+
+
+def _mismatch(
+    sums: Mapping[str, Float64Array], largest_distance: Float64Array, num_tokens: Int64Array
 ) -> dict[str, float]:
-    """The metrics of a batch that is at hand as a whole; see `PolicyMetrics`."""
-    batch = PolicyMetrics(max_ratio)
-    batch.add(policy_logprobs_M, behavior_logprobs_M, entropy_M)
-    return batch.result()
+    """How far trainer and engine are apart where they computed the same thing; nothing if they nowhere did."""
+    count = int(num_tokens[1].sum())
+    if not count:
+        return {}
+    return {
+        "mismatch/mean": float(sums["distance"][1].sum()) / count,
+        "mismatch/max": float(largest_distance[1].max()),
+        "mismatch/kl": float(sums["kl/behavior"][1].sum()) / count,
+        "mismatch/tokens": float(count),
+    }
 
 
-def _normalized_ess(sum_of_weights: Tensor, sum_of_squares: Tensor, num_tokens: int) -> Tensor:
-    return sum_of_weights.square() / (num_tokens * sum_of_squares)
+def _cells(origins: TokenOrigins) -> Int64Array:
+    index = (origins.of_one_version.astype(np.int64), lag_buckets(origins.lags), origins.positions)
+    return np.ravel_multi_index(index, _CELLS)
+
+
+def _normalized_ess(sum_of_weights: Sums, sum_of_squares: Sums, num_tokens: Sums | int) -> Sums:
+    return sum_of_weights**2 / (num_tokens * sum_of_squares)
 
 
 def _require_tokens(log_ratio_M: Tensor) -> None:

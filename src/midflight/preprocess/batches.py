@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midflight.errors import RecipeError
+from midflight.metrics.segments import NUM_POSITIONS, tenths
 from midflight.preprocess.advantages import Advantage, normalize
 from midflight.preprocess.packing import assign_to_ranks, pack
 from midflight.preprocess.rewards import overlong_penalty
@@ -28,8 +29,6 @@ from midflight.types import (
 )
 
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-NUM_POSITIONS = 10  # parts of a response that lags are reported by
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,7 @@ def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_los
         weight_versions=_after_prompt(generated.weight_versions, num_prompt),
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         reward=reward,
+        first_version=int(generated.weight_versions[0]) if len(generated) else 0,  # of no token: nobody asks
     )
 
 
@@ -168,14 +168,10 @@ def _lag_histogram(trajectories: Sequence[Trajectory], index: int) -> dict[int, 
 
 def _lag_by_position(rollouts: Sequence[Rollout], index: int) -> Float32Array:
     """Mean lag in each tenth of the responses, relative to their own lengths."""
-    lags, positions = [], []
-    for rollout in rollouts:
-        length = len(rollout.generated)
-        lags.append(index - rollout.generated.weight_versions)
-        positions.append(np.arange(length) * NUM_POSITIONS // max(length, 1))
-    position_of = np.concatenate(positions)
-    totals = np.bincount(position_of, np.concatenate(lags), minlength=NUM_POSITIONS)
-    counts = np.bincount(position_of, minlength=NUM_POSITIONS)
+    lags = np.concatenate([index - rollout.generated.weight_versions for rollout in rollouts])
+    positions = tenths(np.array([len(rollout.generated) for rollout in rollouts]))
+    totals = np.bincount(positions, lags, minlength=NUM_POSITIONS)
+    counts = np.bincount(positions, minlength=NUM_POSITIONS)
     means = np.full(NUM_POSITIONS, np.nan)
     np.divide(totals, counts, out=means, where=counts > 0)
     return means.astype(np.float32)

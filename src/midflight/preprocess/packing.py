@@ -90,6 +90,7 @@ def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
         prefix_starts=np.array([each.prefix_start for each in placed], np.int32),
         prefix_lengths=np.array([each.prefix_length for each in placed], np.int32),
         rewards=np.array([each.trajectory.reward for each in placed], np.float32),
+        first_versions=np.array([each.trajectory.first_version for each in placed], np.int32),
     )
 
 

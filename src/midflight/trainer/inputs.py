@@ -1,7 +1,8 @@
-"""What a loss is given, put together from the batch and the forward passes."""
+"""What a loss is given, and what metrics are told apart by, put together from the batch and the forward passes."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from midflight.losses.denominators import BatchCounts, token_weights
 from midflight.losses.inputs import LossInputs
 from midflight.losses.objective import Objective
 from midflight.losses.value import generalized_advantages
+from midflight.metrics.segments import TokenOrigins, tenths
 from midflight.protocols import PolicyOutputs
 from midflight.types import Float32Array, Microbatch
 
@@ -53,4 +55,19 @@ def loss_inputs(
         values=outputs.values,
         proximal_values=proximal_values,
         returns=returns,
+    )
+
+
+def token_origins(microbatch: Microbatch, version: int) -> TokenOrigins:
+    """Of the tokens that carry loss when weights of `version` train on them.
+
+    Versions never go down along a sequence: if its first generated token is of this one, they all are. With keys and
+    values that outlive updates, any other sequence has tokens that attended to what older weights computed.
+    """
+    sequence_index_M = microbatch.sequence_index()
+    num_tokens_S = np.bincount(sequence_index_M, minlength=len(microbatch.sequence_lengths))
+    return TokenOrigins(
+        lags=version - microbatch.weight_versions[microbatch.loss_mask],
+        positions=tenths(num_tokens_S),
+        of_one_version=(microbatch.first_versions == version)[sequence_index_M],
     )

@@ -20,11 +20,11 @@ from midflight.losses.objective import Objective
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.metrics.lag import lag_metrics, merge_histograms
 from midflight.metrics.lengths import length_ks
-from midflight.metrics.policy import PolicyMetrics
+from midflight.metrics.policy import Metrics, PolicyMetrics
 from midflight.protocols import Stream, TrainerBackend
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, oldest_checkpoint_version, save_checkpoint
-from midflight.trainer.inputs import loss_inputs
+from midflight.trainer.inputs import loss_inputs, token_origins
 from midflight.types import Int32Array, TrainingBatch
 
 WAIT_SLICE_S = 0.2
@@ -97,8 +97,9 @@ class TrainLoop:
         with self._tracer.span("publish"):
             self._backend.publish_weights(state.version)
         state.wall_s = time.monotonic() - started
-        self._count(batch, policy.result(), bool(stats["skipped"]))
-        self._metrics.write(self._line(batch, {"loss": loss, **stats, **policy.result()}))
+        measured = policy.result()
+        self._count(batch, measured, bool(stats["skipped"]))
+        self._metrics.write(self._line(batch, {"loss": loss, **stats, **measured}))
         self._stop_if_hopeless(batch, bool(stats["skipped"]))
 
     def _step(self, batch: TrainingBatch, policy: PolicyMetrics) -> tuple[float, dict[str, float]]:
@@ -114,11 +115,12 @@ class TrainLoop:
             inputs = loss_inputs(microbatch, outputs, proximal, counts, objective)
             output = objective(inputs)
             backend.backward(output.loss)
-            policy.add(outputs.logprobs, inputs.behavior_logprobs, outputs.entropy, output.token_metrics)
+            origins = token_origins(microbatch, batch.index)
+            policy.add(origins, outputs.logprobs, inputs.behavior_logprobs, outputs.entropy, output.token_metrics)
             total += float(output.loss.detach())
         return total, dict(backend.optimizer_step())
 
-    def _count(self, batch: TrainingBatch, policy: dict[str, float], skipped: bool) -> None:
+    def _count(self, batch: TrainingBatch, policy: Metrics, skipped: bool) -> None:
         state = self._state
         state.samples += batch.num_rollouts
         state.trained_tokens += batch.num_response_tokens
@@ -132,11 +134,12 @@ class TrainLoop:
         state.carried_tokens += batch.metrics["carried_token_fraction"] * batch.num_response_tokens
         most_versions = int(batch.metrics["versions_per_rollout/max"])
         state.versions_per_rollout_max = max(state.versions_per_rollout_max, most_versions)
-        if math.isfinite(policy.get("ess", math.nan)):
-            state.ess_sum += policy["ess"]
+        ess = policy.get("ess")
+        if isinstance(ess, float) and math.isfinite(ess):
+            state.ess_sum += ess
             state.ess_steps += 1
 
-    def _line(self, batch: TrainingBatch, step: dict[str, float]) -> dict[str, object]:
+    def _line(self, batch: TrainingBatch, step: Metrics) -> dict[str, object]:
         state = self._state
         now = _Seen(
             wall_s=state.wall_s,

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.metrics.policy import (
+    Metrics,
     PolicyMetrics,
     effective_sample_size,
     kl_behavior,
-    policy_metrics,
     ratio_statistics,
 )
+from midflight.metrics.segments import LAG_EDGES, TokenOrigins
 
-NAMES = {"ess", "ess_clamped", "ratio/mean", "ratio/max", "ratio/clamped_fraction", "kl/behavior", "entropy"}
+NAMES = {
+    *("ess", "ess_clamped", "ratio/mean", "ratio/max", "ratio/clamped_fraction"),
+    *("kl/behavior", "kl/behavior_k1", "entropy"),
+}
 LOG_1_1_2 = torch.tensor([0.0, 0.0, math.log(2)], dtype=torch.float64)
+
+
+def origins_of(lags: Sequence[int], positions: Sequence[int], of_one_version: Sequence[bool]) -> TokenOrigins:
+    return TokenOrigins(
+        np.array(lags, np.int32), np.array(positions, np.int64), np.array(of_one_version, np.bool_)
+    )  # fmt: skip
+
+
+def policy_metrics(policy: Tensor, behavior: Tensor, entropy: Tensor, max_ratio: float = 5.0) -> Metrics:
+    """Of a batch whose tokens were all sampled by the weights before, in the first tenth of their responses."""
+    batch, count = PolicyMetrics(max_ratio), len(policy)
+    batch.add(origins_of([1] * count, [0] * count, [False] * count), policy, behavior, entropy)
+    return batch.result()
+
+
+def whole(metrics: Metrics) -> Metrics:
+    return {name: value for name, value in metrics.items() if not isinstance(value, list)}
 
 
 def test_equal_weights_are_on_policy() -> None:
@@ -71,57 +96,169 @@ def test_the_batch_by_hand() -> None:
     """Log ratios 0, 0 and log 6, truncated at 5."""
     behavior = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
     policy = behavior + torch.tensor([1.0, 1.0, 6.0], dtype=torch.float64).log()
-    assert policy_metrics(policy, behavior, torch.tensor([0.1, 0.2, 0.6]), max_ratio=5.0) == {
+    assert whole(policy_metrics(policy, behavior, torch.tensor([0.1, 0.2, 0.6]))) == {
         "ess": pytest.approx(64 / (3 * 38)),
         "ess_clamped": pytest.approx(49 / (3 * 27)),
         "ratio/mean": pytest.approx(8 / 3),
         "ratio/max": pytest.approx(6.0),
         "ratio/clamped_fraction": pytest.approx(1 / 3),
         "kl/behavior": pytest.approx((5 - math.log(6)) / 3),
+        "kl/behavior_k1": pytest.approx(-math.log(6) / 3),
         "entropy": pytest.approx(0.3),
     }
 
 
-log_ratios = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=40)
+# (log ratio, lag, tenth, of one version)
+TOKENS = [
+    (math.log(2), 0, 0, True),
+    (math.log(4), 0, 9, True),
+    (math.log(8), 0, 9, False),  # an earlier token of its sequence is older
+    (math.log(1), 2, 0, False),
+    (math.log(3), 3, 4, False),
+    (math.log(6), 100, 4, False),
+]
 
 
-@given(log_ratios, st.lists(st.integers(0, 40), max_size=6))
-def test_any_split_measures_the_same_as_the_whole_batch(values: list[float], cuts: list[int]) -> None:
-    log_ratio = torch.tensor(values)
-    behavior = torch.linspace(-4, 0, len(values))
-    policy, entropy = behavior + log_ratio, torch.linspace(0, 2, len(values))
-    exact = policy.double() - behavior.double()
-    split = PolicyMetrics(max_ratio=5.0)
-    edges = sorted({0, len(values), *(cut for cut in cuts if cut <= len(values))})
+def measured(tokens: Sequence[tuple[float, int, int, bool]], cuts: Sequence[int] = ()) -> Metrics:
+    """Tokens in microbatches cut at these places; each token's entropy and another metric are 0, 1, 2, ... ."""
+    batch = PolicyMetrics(max_ratio=5.0)
+    edges = sorted({0, len(tokens), *(cut for cut in cuts if cut <= len(tokens))})
+    numbers = torch.arange(len(tokens), dtype=torch.float64)
     for low, high in itertools.pairwise(edges):
-        split.add(policy[low:high], behavior[low:high], entropy[low:high])
-    statistics = ratio_statistics(exact, 5.0)
-    assert split.result() == {
-        "ess": pytest.approx(effective_sample_size(exact).item(), rel=1e-9),
-        "ess_clamped": pytest.approx(effective_sample_size(exact, 5.0).item(), rel=1e-9),
-        "ratio/mean": pytest.approx(statistics.mean.item(), rel=1e-9),
-        "ratio/max": statistics.max.item(),
-        "ratio/clamped_fraction": pytest.approx(statistics.clamped_fraction.item()),
-        "kl/behavior": pytest.approx(kl_behavior(exact).item(), rel=1e-9, abs=1e-12),
-        "entropy": pytest.approx(entropy.double().mean().item()),
-    }
-    assert 0 < split.result()["ess"] <= 1 + 1e-12
+        log_ratios, *origins = zip(*tokens[low:high], strict=True)
+        part, policy = numbers[low:high], torch.tensor(log_ratios, dtype=torch.float64)
+        batch.add(origins_of(*origins), policy, torch.zeros_like(policy), part, {"kl/reference": part})
+    return batch.result()
+
+
+def nan_or(value: object) -> object:
+    return pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def test_buckets_of_lags_by_hand() -> None:
+    metrics, nan = measured(TOKENS), math.nan
+    assert metrics["lag/tokens_by_lag"] == [3, 0, 2, 0, 0, 0, 0, 1]
+    assert metrics["ratio/mean/by_lag"] == nan_or([14 / 3, nan, 2, nan, nan, nan, nan, 6])
+    assert metrics["ratio/max/by_lag"] == nan_or([8, nan, 3, nan, nan, nan, nan, 6])
+    assert metrics["ratio/clamped_fraction/by_lag"] == nan_or([1 / 3, nan, 0, nan, nan, nan, nan, 1])
+    assert metrics["ess/by_lag"] == nan_or([196 / (3 * 84), nan, 16 / (2 * 10), nan, nan, nan, nan, 1])
+    assert metrics["ess_clamped/by_lag"] == nan_or([121 / (3 * 45), nan, 16 / (2 * 10), nan, nan, nan, nan, 1])
+    assert metrics["kl/behavior_k1/by_lag"] == nan_or(
+        [-math.log(64) / 3, nan, -math.log(3) / 2, nan, nan, nan, nan, -math.log(6)]
+    )
+    assert metrics["kl/behavior/by_lag"] == nan_or(
+        [(11 - math.log(64)) / 3, nan, (2 - math.log(3)) / 2, nan, nan, nan, nan, 5 - math.log(6)]
+    )
+    for name in ("entropy", "kl/reference"):
+        assert metrics[f"{name}/by_lag"] == nan_or([1, nan, 3.5, nan, nan, nan, nan, 5])
+
+
+def test_tenths_by_hand() -> None:
+    metrics, none = measured(TOKENS), [math.nan]
+    assert metrics["ratio/max/by_position"] == nan_or([2, *none * 3, 6, *none * 4, 8])
+    assert metrics["ratio/mean/by_position"] == nan_or([1.5, *none * 3, 4.5, *none * 4, 6])
+    assert metrics["ess/by_position"] == nan_or([9 / 10, *none * 3, 81 / 90, *none * 4, 144 / 160])
+    assert metrics["entropy/by_position"] == nan_or([1.5, *none * 3, 4.5, *none * 4, 1.5])
+
+
+def test_every_metric_but_the_mismatch_is_told_apart_by_lag_and_by_position() -> None:
+    metrics = measured(TOKENS)
+    mismatch = {"mismatch/mean", "mismatch/max", "mismatch/kl", "mismatch/tokens"}
+    assert whole(metrics).keys() == NAMES | mismatch | {"kl/reference"}
+    for name in NAMES | {"kl/reference"}:
+        assert len(metrics.pop(f"{name}/by_lag")) == 8  # type: ignore[arg-type]
+        assert len(metrics.pop(f"{name}/by_position")) == 10  # type: ignore[arg-type]
+    assert {name for name, value in metrics.items() if isinstance(value, list)} == {"lag/tokens_by_lag"}
+
+
+def test_mismatch_is_of_tokens_of_one_version_only() -> None:
+    """Log ratios log 2 and log 4. In sequences with an older token, one of the same version does not count."""
+    metrics = measured(TOKENS)
+    assert metrics["mismatch/mean"] == pytest.approx(math.log(8) / 2)
+    assert metrics["mismatch/max"] == pytest.approx(math.log(4))
+    assert metrics["mismatch/kl"] == pytest.approx((1 + 3 - math.log(8)) / 2)
+    assert metrics["mismatch/tokens"] == 2
+    assert not any(name.startswith("mismatch") for name in measured(TOKENS[2:]))
+
+
+def test_mismatch_has_no_sign() -> None:
+    metrics = measured([(-0.5, 0, 0, True), (0.25, 0, 0, True)])
+    assert (metrics["mismatch/mean"], metrics["mismatch/max"]) == (0.375, 0.5)
+
+
+tokens = st.lists(
+    st.tuples(st.floats(-8, 8, width=32), st.integers(0, 200), st.integers(0, 9), st.booleans()),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(tokens, st.lists(st.integers(0, 40), max_size=6))
+def test_any_split_measures_the_same_as_the_whole_batch(
+    drawn: list[tuple[float, int, int, bool]], cuts: list[int]
+) -> None:
+    at_once, split = measured(drawn), measured(drawn, cuts)
+    assert list(split) == list(at_once)
+    for name, value in at_once.items():
+        assert split[name] == nan_or(value), name
+
+
+@given(tokens)
+def test_every_segment_is_what_its_tokens_are_by_themselves(drawn: list[tuple[float, int, int, bool]]) -> None:
+    metrics = measured(drawn)
+    buckets = [next(bucket for bucket in reversed(range(8)) if token[1] >= LAG_EDGES[bucket]) for token in drawn]
+    segments = {"": [[True] * len(drawn)]}
+    segments["/by_lag"] = [[own == bucket for own in buckets] for bucket in range(8)]
+    segments["/by_position"] = [[token[2] == position for token in drawn] for position in range(10)]
+    for suffix, members in segments.items():
+        for index, chosen in enumerate(members):
+
+            def of(name: str, suffix: str = suffix, index: int = index) -> float:
+                value = metrics[f"{name}{suffix}"]
+                return value[index] if isinstance(value, list) else value
+
+            log_ratio = torch.tensor([token[0] for token, own in zip(drawn, chosen, strict=True) if own]).double()
+            if not len(log_ratio):
+                assert all(math.isnan(of(name)) for name in NAMES)
+                continue
+            statistics = ratio_statistics(log_ratio, 5.0)
+            assert of("ess") == nan_or(effective_sample_size(log_ratio).item())
+            assert of("ess_clamped") == nan_or(effective_sample_size(log_ratio, 5.0).item())
+            assert 0 < of("ess") <= 1 + 1e-12
+            assert of("ratio/mean") == nan_or(statistics.mean.item())
+            assert of("ratio/max") == statistics.max.item()
+            assert of("ratio/clamped_fraction") == nan_or(statistics.clamped_fraction.item())
+            assert of("kl/behavior") == nan_or(kl_behavior(log_ratio).item())
+            assert of("kl/behavior_k1") == nan_or(-log_ratio.mean().item())
 
 
 def test_nothing_added_is_no_metric_rather_than_nan() -> None:
     metrics = PolicyMetrics(max_ratio=5.0)
     assert metrics.result() == {}
-    metrics.add(torch.empty(0), torch.empty(0), torch.empty(0))
+    metrics.add(origins_of([], [], []), torch.empty(0), torch.empty(0), torch.empty(0))
     assert metrics.result() == {}
 
 
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_absurd_ratios_stay_finite(log_ratio: float) -> None:
     behavior = torch.zeros(50)
-    metrics = policy_metrics(behavior + log_ratio, behavior, torch.zeros(50), max_ratio=5.0)
+    metrics = whole(policy_metrics(behavior + log_ratio, behavior, torch.zeros(50)))
     assert set(metrics) == NAMES
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert json.loads(json.dumps(metrics, allow_nan=False)) == metrics
+    assert all(math.isfinite(value) for value in metrics.values())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("log_ratio", [0.0, math.inf, -math.inf, math.nan])
+def test_what_is_no_number_is_null_in_the_metrics_file(tmp_path: Path, log_ratio: float) -> None:
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(measured([(log_ratio, 0, 0, True), (0.5, 2, 3, False)]))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["ess/by_lag"][1] is None
+    assert line["ess/by_lag"][2] == pytest.approx(1), "a token that is no number spoils its own segments only"
+    assert line["mismatch/tokens"] == 1
+    assert (line["mismatch/max"] is None) == (not math.isfinite(log_ratio))
 
 
 def test_sums_are_double_precision() -> None:
@@ -129,7 +266,7 @@ def test_sums_are_double_precision() -> None:
     behavior = torch.zeros(1_000_000)
     policy = behavior + 1e-4
     policy[::2] = -1e-4
-    metrics = policy_metrics(policy, behavior, behavior, max_ratio=5.0)
+    metrics = whole(policy_metrics(policy, behavior, behavior))
     assert 1 - metrics["ess"] == pytest.approx(1e-8, rel=1e-3)
     assert metrics["kl/behavior"] == pytest.approx(5e-9, rel=1e-3)
 
@@ -137,6 +274,15 @@ def test_sums_are_double_precision() -> None:
 def test_gradients_are_not_kept_alive() -> None:
     metrics = PolicyMetrics(max_ratio=5.0)
     policy = torch.zeros(3, requires_grad=True)
-    metrics.add(policy, torch.zeros(3), policy.exp())
+    metrics.add(origins_of([0] * 3, [0] * 3, [True] * 3), policy, torch.zeros(3), policy.exp())
     assert metrics.sums is not None
     assert not metrics.sums.requires_grad
+
+
+def test_adding_reads_nothing_back_from_the_device() -> None:
+    """Tensors on the meta device have no values: whatever needed one on the host would raise."""
+    metrics, values = PolicyMetrics(max_ratio=5.0), torch.zeros(3, device="meta")
+    for _ in range(2):
+        metrics.add(origins_of([0, 1, 5], [0, 4, 9], [True] * 3), values, values, values, {"kl/reference": values})
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        metrics.result()

@@ -109,7 +109,9 @@ def trajectory(kind: int, number: int, length: int) -> Trajectory:
     mask = np.arange(length) >= 2
     values = np.where(mask, token_ids, 0).astype(np.float32)
     token_ids[:2] = [kind, kind + 50]
-    return Trajectory(RolloutId(number), token_ids, mask, -values, values.astype(np.int32), values, float(number))
+    return Trajectory(
+        RolloutId(number), token_ids, mask, -values, values.astype(np.int32), values, float(number), number
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(3, 40)), min_size=1, max_size=20))
@@ -121,13 +123,19 @@ def test_packed_tokens_keep_everything_they_carry(drawn: list[tuple[int, int]]) 
         assert microbatch.sequence_lengths.sum() == len(microbatch.token_ids)
         ends = np.cumsum(microbatch.sequence_lengths)
         prompts = []
-        for end, length, start, shared in zip(
-            ends, microbatch.sequence_lengths, microbatch.prefix_starts, microbatch.prefix_lengths, strict=True
+        for end, length, start, shared, first_version in zip(
+            ends,
+            microbatch.sequence_lengths,
+            microbatch.prefix_starts,
+            microbatch.prefix_lengths,
+            microbatch.first_versions,
+            strict=True,
         ):
             where = np.concatenate([np.arange(start, start + shared), np.arange(end - length, end)])
             number = int(microbatch.token_ids[end - 1]) // 1000
             expected = made[number]
             seen.append(number)
+            assert first_version == expected.first_version
             np.testing.assert_array_equal(microbatch.token_ids[where], expected.token_ids)
             np.testing.assert_array_equal(microbatch.position_ids[where], np.arange(len(where)))
             np.testing.assert_array_equal(microbatch.loss_mask[where], expected.loss_mask)

@@ -38,6 +38,7 @@ TRAJECTORY = Trajectory(
     weight_versions=np.full(5, 3, np.int32),
     advantages=np.array([0, 0, 1, np.inf, np.nan], np.float32),
     reward=0.5,
+    first_version=3,
 )
 
 

@@ -77,6 +77,7 @@ def batch(index: int, advantage: float) -> TrainingBatch:
         advantages=ones * np.float32(advantage),
         ref_logprobs=None,
         rewards=ones[:1],
+        first_versions=np.array([index], np.int32),
     )
     return TrainingBatch(
         index=index,

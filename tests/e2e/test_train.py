@@ -117,14 +117,6 @@ def test_preprocessing_in_a_process_of_its_own(tmp_path: Path) -> None:
     made_in = {process_of[each["pid"]] for each in events if each["name"] == "preprocess"}
     assert made_in == {"preprocess"}
 
-    done = midflight("train", run, "--resume", "preprocess.process=rollout", expect=2)
-    assert "override preprocess.process=rollout: a run goes on with the preprocess it began with" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    more = ("trainer.max_steps=8", "preprocess.threads=2")
-    summary = json.loads(midflight("train", run, "--resume", *more, "--json").stdout)
-    assert summary["steps"] == 8
-    check_accounts(summary)
-
 
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -16,7 +16,7 @@ test: $(VENV)/.dev $(VENV)/.smollm2 lint types
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
 
-# Twenty runs that are killed at random moments, instead of the one in `make test`.
+# Twenty runs that are killed at random moments, instead of the two in `make test`.
 kills: $(VENV)/.dev
 	MIDFLIGHT_KILL_RUNS=20 $(BIN)/python -m pytest tests/faults/test_run_kill.py
 

@@ -252,6 +252,18 @@ class ActorCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenBatch:
+    """What the actor hands over: the groups of batch `index`, and the actor as it was without them."""
+
+    index: int
+    groups: list[RolloutGroup]
+    generated_lengths: list[int]  # response tokens of the rollouts whose generation ended since the last batch
+    dropped_lengths: list[int]  # of those that were filtered or dropped since then
+    metrics: dict[str, float]  # measured by the rollout loop since then
+    actor_state: ActorState
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """The sequences of one optimizer step, packed. Batch `index` is trained on by weights of version `index`.
 

@@ -101,6 +101,23 @@ def test_conventional_from_the_command_line(tmp_path: Path) -> None:
     check_accounts(summary)
 
 
+def test_preprocessing_in_a_process_of_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ("preprocess.process=own", "loss.type=reinforce", "loss.kl_coefficient=0.01", "eval.num_problems=0")
+    done = midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=6", *SMALL[:-1], *overrides, "--json")
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 6
+    check_accounts(summary)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert lines[0]["kl/reference"] == pytest.approx(0, abs=1e-4)  # nothing is learned yet, and it is the same model
+    assert lines[-1]["kl/reference"] > 0
+    assert all(line["time/preprocess_s"] > 0 for line in lines)
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    process_of = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    made_in = {process_of[each["pid"]] for each in events if each["name"] == "preprocess"}
+    assert made_in == {"preprocess"}
+
+
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start("train", RECIPE, f"run.directory={run}", "trainer.max_steps=100000", *SMALL)

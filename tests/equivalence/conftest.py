@@ -1,9 +1,10 @@
-"""A whole run in one process: the two real loops in two threads, over a memory stream and in-process weights."""
+"""A whole run in one process: the real loops in threads of their own, over memory streams and in-process weights."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,14 @@ from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.models.loading import load_config, load_tokenizer
+from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import ImmediateGrader, InProcessWeights
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState
 from midflight.trainer.loop import LoopSettings, TrainLoop
-from midflight.types import ActorState, TrainingBatch
+from midflight.types import ActorState, ChosenBatch, TrainingBatch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 
@@ -66,15 +68,27 @@ class _Recorder(MemoryStream[TrainingBatch]):
         return super().append(record, timeout_s)
 
 
+class _Groups(MemoryStream[ChosenBatch]):
+    """A memory stream whose records have been bytes, as between two processes."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1000)
+        self._codec = Codec(ChosenBatch)
+
+    def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
+        return super().append(self._codec.decode(self._codec.encode(record)), timeout_s)
+
+
 @dataclass
 class Loops:
-    """The two loops of a run and what is between them; the first weights are published."""
+    """The loops of a run and what is between them; the first weights are published."""
 
     weights: InProcessWeights
     stream: _Recorder
     actor: Actor
     rollouts: RolloutLoop
     training: TrainLoop
+    preprocess: PreprocessLoop | None  # None: the rollout loop does it
 
 
 def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
@@ -88,8 +102,14 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     actor_config = build_actor_config(recipe, tokenizer)
     actor = Actor(actor_config, engine, schedule, environment, ImmediateGrader(environment), tokenizer)
     every_turn = Intervals(grades_s=0)
-    preprocessing = build_preprocessing(recipe)
-    rollouts = RolloutLoop(actor, engine, schedule, weights, stream, preprocessing, tracer, intervals=every_turn)
+    sink: _Groups | PreprocessAtOnce
+    if recipe.preprocess.process == "own":
+        sink, tracer_of_its_own = _Groups(), Tracer(None, "test")
+        preprocessor = Preprocessor(build_preprocessing(recipe), tracer_of_its_own)
+        preprocess = PreprocessLoop(sink, stream, preprocessor, tracer_of_its_own)
+    else:
+        sink, preprocess = PreprocessAtOnce(stream, Preprocessor(build_preprocessing(recipe), tracer)), None
+    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=every_turn)
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
         max_seconds=None,
@@ -103,26 +123,34 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
         settings, backend, build_objective(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
         Codec(TrainingBatch).encode,
     )  # fmt: skip
-    return Loops(weights, stream, actor, rollouts, training)
+    return Loops(weights, stream, actor, rollouts, training, preprocess)
+
+
+@contextmanager
+def _in_a_thread(run: Callable[[Callable[[], bool]], None]) -> Iterator[threading.Thread]:
+    """Runs a loop until the end of the block."""
+    should_stop, ended = threading.Event(), threading.Event()
+
+    def run_to_the_end() -> None:
+        run(should_stop.is_set)
+        ended.set()
+
+    thread = threading.Thread(target=run_to_the_end)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        should_stop.set()
+        thread.join()
+    assert ended.is_set(), f"{run.__qualname__} failed"
 
 
 def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
-    trained, ended = threading.Event(), threading.Event()
-    with JsonlWriter(directory / "metrics.jsonl") as metrics:
+    with JsonlWriter(directory / "metrics.jsonl") as metrics, ExitStack() as stack:
         loops = build_loops(recipe, directory, metrics)
-
-        def generate() -> None:
-            loops.rollouts.run(trained.is_set)
-            ended.set()
-
-        thread = threading.Thread(target=generate)
-        thread.start()
-        try:
-            loops.training.run(lambda: not thread.is_alive())
-        finally:
-            trained.set()
-            thread.join()
-    assert ended.is_set(), "the rollout loop failed"
+        others = [loops.rollouts, loops.preprocess] if loops.preprocess else [loops.rollouts]
+        threads = [stack.enter_context(_in_a_thread(loop.run)) for loop in others]
+        loops.training.run(lambda: not all(thread.is_alive() for thread in threads))
     return FinishedRun(
         recipe,
         loops.stream.appended,

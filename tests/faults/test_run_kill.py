@@ -1,6 +1,6 @@
 """Whole runs whose processes are killed at random moments and that go on: no group is lost or trained on twice.
 
-$MIDFLIGHT_KILL_RUNS is how many runs; `make kills` does more of them than the tests.
+$MIDFLIGHT_KILL_RUNS is how many runs, without it two; `make kills` does more of them than the tests.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import pytest
 
 import midflight
 from midflight.actor.partials import PartialBuffer
+from midflight.config import load_recipe
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import actor_checkpoint, open_batches
+from midflight.launch.workers import actor_checkpoint, open_batches, open_groups, open_handed_over
 from midflight.metrics.jsonl import read_metrics
-from midflight.types import GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
+from midflight.types import ChosenBatch, GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
 
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
-NUM_RUNS = int(os.environ.get("MIDFLIGHT_KILL_RUNS", "1"))
 TIMEOUT_S = 120.0
 BATCH_SIZE, GROUP_SIZE = 16, 4
 SETTINGS = (
@@ -50,7 +50,10 @@ SCHEDULES: list[tuple[str, ...]] = [
     ("schedule.type=bounded", "schedule.max_lag=2"),
     ("schedule.type=conventional", "schedule.steps_per_rl_step=4"),
 ]
-VICTIMS = ["trainer", "rollout", "grader", "supervisor"]
+VICTIMS = ["trainer", "rollout", "grader", "supervisor", "preprocess"]
+# Each victim with each schedule in twenty runs; by default one whose trainer and one whose preprocessing dies.
+NUM_RUNS = os.environ.get("MIDFLIGHT_KILL_RUNS")
+RUNS = range(int(NUM_RUNS)) if NUM_RUNS else (0, VICTIMS.index("preprocess"))
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -112,21 +115,37 @@ def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
         return dict(enumerate(batches.read(first, 10**6, timeout_s=0), first))
 
 
-def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
-    """Every group that was started is in one batch, or open; so far as batches were trimmed, their number is right."""
+def waiting_of(run: RunDirectory) -> dict[int, ChosenBatch]:
+    """Those that were handed over and not preprocessed, by index."""
+    if not run.groups.exists():
+        return {}
+    with closing(open_batches(run)) as batches, closing(open_groups(run)) as groups:
+        first = batches.next_offset()
+        return dict(enumerate(groups.read(first, 10**6, timeout_s=0), first))
+
+
+def check_counts(summary: dict[str, Any]) -> None:
     groups = summary["groups"]
     assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
+
+
+def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
+    """Every group that was started is in one batch, or open; so far as batches were trimmed, their number is right."""
+    check_counts(summary)
+    groups = summary["groups"]
     assert groups["failed"] == groups["dropped"] == 0
     assert groups["trained"] == summary["steps"] * BATCH_SIZE // GROUP_SIZE
     assert summary["samples"] == summary["steps"] * BATCH_SIZE
     assert [line["version"] for line in read_metrics(run.metrics)] == list(range(1, summary["steps"] + 1))
-    with closing(open_batches(run)) as stream, closing(PartialBuffer(run.partials)) as partials:
+    recipe = load_recipe(run.config)
+    with closing(open_handed_over(run, recipe)) as stream, closing(PartialBuffer(run.partials)) as partials:
         checkpoint = actor_checkpoint(partials, stream)
     assert checkpoint
-    batches = batches_of(run)
+    batches, waiting = batches_of(run), waiting_of(run)
     first = min(batches)
-    assert list(batches) == list(range(first, checkpoint.state.num_batches))
+    assert [*batches, *waiting] == list(range(first, checkpoint.state.num_batches))
     in_batches = [group_id for batch in batches.values() for group_id in batch.group_ids]
+    in_batches += [group.group_id for chosen in waiting.values() for group in chosen.groups]
     known = in_batches + checkpoint.state.open_group_ids
     assert len(set(known)) == len(known), "a group is in two batches, or in one and still open"
     assert set(known) <= set(range(checkpoint.state.next_group_id))
@@ -141,13 +160,14 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("index", range(NUM_RUNS))
+@pytest.mark.parametrize("index", RUNS)
 def test_whatever_is_killed_no_group_is_lost_or_trained_twice(tmp_path: Path, index: int) -> None:
     chance = random.Random(f"kills {index}")
-    # Each victim with each schedule in sixteen runs.
-    victim, schedule = VICTIMS[(index + index // 4) % len(VICTIMS)], SCHEDULES[index % len(SCHEDULES)]
+    victim, schedule = VICTIMS[index % len(VICTIMS)], SCHEDULES[index % len(SCHEDULES)]
+    preprocess = "own" if victim == "preprocess" or chance.random() < 0.5 else "rollout"
+    settings = (*SETTINGS, *schedule, f"preprocess.process={preprocess}")
     run = RunDirectory(tmp_path / "run")
-    with training(RECIPE, f"run.directory={run.path}", *SETTINGS, *schedule) as process:
+    with training(RECIPE, f"run.directory={run.path}", *settings) as process:
         at_step = chance.randint(1, 16)
         wait_for(process, lambda: num_lines(run) >= at_step)
         time.sleep(chance.uniform(0, 0.2))  # waits for nothing: without it all die just after a line was written
@@ -161,6 +181,7 @@ def test_whatever_is_killed_no_group_is_lost_or_trained_twice(tmp_path: Path, in
         else:
             _, stderr = process.communicate(timeout=TIMEOUT_S)
     before: dict[int, TrainingBatch] = {}
+    handed_over: dict[int, ChosenBatch] = {}
     match victim:
         case "supervisor":
             assert process.returncode == -signal.SIGKILL
@@ -170,7 +191,9 @@ def test_whatever_is_killed_no_group_is_lost_or_trained_twice(tmp_path: Path, in
         case _:
             assert process.returncode == 1, stderr
             assert f"the {victim} process was killed by signal 9" in stderr
+            check_counts(json.loads(run.summary.read_text()))
             before = batches_of(run)
+            handed_over = waiting_of(run)
     num_steps = num_lines(run) + 12
     summary, _ = resume(run, num_steps)
     assert summary["steps"] == num_steps
@@ -178,6 +201,31 @@ def test_whatever_is_killed_no_group_is_lost_or_trained_twice(tmp_path: Path, in
     after = batches_of(run)
     for offset in before.keys() & after.keys():
         assert after[offset].group_ids == before[offset].group_ids
+    for offset in handed_over.keys() & after.keys():
+        assert after[offset].group_ids == [group.group_id for group in handed_over[offset].groups]
+
+
+@pytest.mark.timeout(400)
+def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    settings = (*SETTINGS, "schedule.type=bounded", "schedule.max_lag=2", "preprocess.process=own")
+    with training(RECIPE, f"run.directory={run.path}", *settings) as process:
+        wait_for(process, lambda: num_lines(run) >= 4)
+        pid = pid_of("preprocess", process.pid)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(process, lambda: len(waiting_of(run)) >= 2)
+        os.kill(pid, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert "the preprocess process was killed by signal 9" in stderr
+    waiting = waiting_of(run)
+    interrupted = json.loads(run.summary.read_text())
+    check_books(run, interrupted)
+    assert interrupted["groups"]["unfinished"] >= len(waiting) * BATCH_SIZE // GROUP_SIZE
+    summary, _ = resume(run, max(waiting) + 3)
+    check_books(run, summary)
+    batches = batches_of(run)
+    for index, chosen in waiting.items():
+        assert batches[index].group_ids == [group.group_id for group in chosen.groups]
 
 
 LONG_SUMS = """

@@ -25,6 +25,7 @@ from midflight.launch.workers import actor_checkpoint
 from midflight.metrics.lengths import length_bias
 from midflight.preprocess.advantages import group_mean
 from midflight.preprocess.batches import Preprocessing
+from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
 from midflight.protocols import Schedule
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.batches import take_batch
@@ -158,14 +159,14 @@ class Run:
         )
         self.actor.handed_over = self.batches
         preprocessing = Preprocessing(group_mean, max_tokens=1 << 30, max_response_tokens=1 << 30)
+        tracer = Tracer(None, "test")
         self.loop = RolloutLoop(
             self.actor,
             self.generator,
             self.schedule,
             self.receiver,
-            self.stream,
-            preprocessing,
-            Tracer(None, "test"),
+            PreprocessAtOnce(self.stream, Preprocessor(preprocessing, tracer)),
+            tracer,
             intervals=Intervals(grades_s=0),
         )
 

@@ -45,6 +45,11 @@ def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
             "schedule.max_waiting=8",
             "schedule.max_waiting = 8 is less than batch.batch_size = 32: the batch could never fill up; 32 or more",
         ),
+        ("preprocess.process=other", "preprocess.process: should be 'rollout' or 'own', got 'other'"),
+        (
+            "preprocess.threads=2",
+            "preprocess.threads is of a process of its own, and preprocess.process = 'rollout'; 'own' would work",
+        ),
         ("schedule.max_lag=-1", "schedule.max_lag: should be greater than or equal to 0, got -1"),
         ("max_steps=3", "'max_steps=3' is not of the form section.key=value"),
         ("trainer.max_steps", "'trainer.max_steps' is not of the form section.key=value"),

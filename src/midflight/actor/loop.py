@@ -1,4 +1,4 @@
-"""The rollout loop: generate, adopt new weights in flight, hand batches to the trainer.
+"""The rollout loop: generate, adopt new weights in flight, hand over the groups of each batch.
 
 consumes       problems, grades, and weights from the trainer
 waits for      grades or new weights, when the schedule wants nothing generated
@@ -11,15 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from midflight.actor.actor import Actor, ChosenGroups
 from midflight.actor.meter import RolloutMeter
 from midflight.actor.partials import PartialBuffer
 from midflight.errors import StreamError
-from midflight.preprocess.batches import Preprocessing, build_batch
-from midflight.protocols import Generator, Schedule, Stream, WeightReceiver
+from midflight.protocols import Generator, Schedule, WeightReceiver
 from midflight.tracing.spans import Tracer
-from midflight.types import TrainingBatch
+from midflight.types import ChosenBatch
 
 WAIT_SLICE_S = 0.2
 
@@ -32,6 +32,14 @@ class Intervals:
     save_s: float = 0.1  # writing what is in flight to the partial-rollout buffer
 
 
+class BatchSink(Protocol):
+    """Where chosen groups go: a stream of them, or what makes a batch of them at once."""
+
+    def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
+        """As `Stream.append`."""
+        ...
+
+
 class RolloutLoop:
     def __init__(
         self,
@@ -39,8 +47,7 @@ class RolloutLoop:
         generator: Generator,
         schedule: Schedule,
         receiver: WeightReceiver,
-        batches: Stream[TrainingBatch],
-        preprocessing: Preprocessing,
+        sink: BatchSink,
         tracer: Tracer,
         partials: PartialBuffer | None = None,
         intervals: Intervals = Intervals(),
@@ -50,8 +57,7 @@ class RolloutLoop:
         self._generator = generator
         self._schedule = schedule
         self._receiver = receiver
-        self._batches = batches
-        self._preprocessing = preprocessing
+        self._sink = sink
         self._tracer = tracer
         self._partials = partials
         self._intervals = intervals
@@ -120,18 +126,16 @@ class RolloutLoop:
 
     def _append(self, chosen: ChosenGroups) -> None:
         state = self._actor.state
-        with self._tracer.span("preprocess"):
-            batch = build_batch(
-                chosen.groups,
-                state,
-                index=state.num_batches - 1,
-                preprocessing=self._preprocessing,
-                generated_lengths=chosen.generated_lengths,
-                dropped_lengths=chosen.dropped_lengths,
-                upstream_metrics=self._meter.read(state, self._actor),
-            )
+        batch = ChosenBatch(
+            index=state.num_batches - 1,
+            groups=chosen.groups,
+            generated_lengths=chosen.generated_lengths,
+            dropped_lengths=chosen.dropped_lengths,
+            metrics=self._meter.read(state, self._actor),
+            actor_state=state,
+        )
         # The schedule bounds how far generation runs ahead; a full stream means that it does not.
-        if self._batches.append(batch, timeout_s=0) is None:
+        if self._sink.append(batch, timeout_s=0) is None:
             raise StreamError(f"the stream of batches is full at batch {batch.index}")
 
     def _save(self) -> None:

@@ -12,6 +12,7 @@ from midflight.config.sections import (
     EngineConfig,
     EvalConfig,
     ModelConfig,
+    PreprocessConfig,
     RunConfig,
     SamplingConfig,
     ServeConfig,
@@ -34,6 +35,7 @@ class Recipe(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = ReinforceConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    preprocess: PreprocessConfig = PreprocessConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()
@@ -59,6 +61,15 @@ class Recipe(Section):
             raise ValueError(
                 f"schedule.max_waiting = {waiting} is less than batch.batch_size = {batch.batch_size}: the batch could"
                 f" never fill up; {batch.batch_size} or more would work"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def check_preprocess(self) -> Recipe:
+        if self.preprocess.threads is not None and self.preprocess.process != "own":
+            raise ValueError(
+                "preprocess.threads is of a process of its own, and preprocess.process ="
+                f" {self.preprocess.process!r}; 'own' would work"
             )
         return self
 

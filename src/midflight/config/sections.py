@@ -84,6 +84,15 @@ class BatchConfig(Section):
     )
 
 
+class PreprocessConfig(Section):
+    """Advantages, packing and the log-probabilities of the reference, between generation and training."""
+
+    process: Literal["rollout", "own"] = Field(
+        "rollout", description="where it runs: in the process that generates, or in one of its own beside it"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a process of its own; default: 1")
+
+
 class TrainerConfig(Section):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N; may be the engine's")
     max_steps: int = Field(500, ge=1, description="optimizer steps of the run")

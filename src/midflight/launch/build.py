@@ -138,7 +138,7 @@ def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
 
 
 def num_threads(configured: int | None, colocated: bool) -> int:
-    """CPU threads of one of the two processes: all cores if they take turns, else half."""
+    """CPU threads of generation or of training: all cores if they take turns, else half."""
     if configured is not None:
         return configured
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

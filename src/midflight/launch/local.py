@@ -1,4 +1,4 @@
-"""The supervisor of a run on one machine: evaluate, start two workers, watch, stop them, evaluate, sum up.
+"""The supervisor of a run on one machine: evaluate, start the workers, watch, stop them, evaluate, sum up.
 
 waits for      a message or the end of a worker; Ctrl-C
 unblocked by   either; the view is refreshed every REFRESH_S
@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -26,14 +26,13 @@ from midflight.launch.evaluation import evaluate_model
 from midflight.launch.progress import LiveView
 from midflight.launch.run_directory import RunDirectory, write_whole
 from midflight.launch.summary import summarize
-from midflight.launch.workers import WorkerContext, rollout_body, run_worker, trainer_body
+from midflight.launch.workers import WorkerContext, run_worker, worker_bodies
 from midflight.metrics.jsonl import MetricsTail
 from midflight.tracing.chrome import write_chrome_trace
 from midflight.trainer.checkpoints import newest_checkpoint
 
 REFRESH_S = 0.25
 _STOP_TIMEOUT_S = 60.0
-_ROLES: dict[str, Callable[[WorkerContext], None]] = {"trainer": trainer_body, "rollout": rollout_body}
 
 
 class InterruptedRunError(MidflightError):
@@ -55,9 +54,10 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
             _train(recipe, run, console)
         except MidflightError as error:
             ended_early = error
-        write_chrome_trace([run.spans(role) for role in _ROLES if run.spans(role).exists()], run.trace)
+        spans = [run.spans(role) for role in worker_bodies(recipe)]
+        write_chrome_trace([each for each in spans if each.exists()], run.trace)
         eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
-        summary = summarize(run, eval_before, eval_after)
+        summary = summarize(run, recipe, eval_before, eval_after)
         write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
     if ended_early:
         raise ended_early
@@ -98,14 +98,14 @@ def _train(recipe: Recipe, run: RunDirectory, console: Any) -> None:
 
 
 class _Workers:
-    """The two processes. The trainer decides when the run is over; whatever happens, both are stopped."""
+    """The processes of a run. The trainer decides when it is over; whatever happens, all of them are stopped."""
 
     def __init__(self, recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._run = run
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
-        for role, body in _ROLES.items():
+        for role, body in worker_bodies(recipe).items():
             ours, theirs = spawn.Pipe()
             context = WorkerContext(recipe, run, weights_directory, theirs, os.getpid())
             self._processes[role] = spawn.Process(target=run_worker, args=(body, role, context), name=role)
@@ -135,11 +135,12 @@ class _Workers:
             if isinstance(item, int) and sentinels[item] not in self._done:
                 self._hear(sentinels[item])
                 self._report_death(sentinels[item])
-        if "rollout" in self._done and not self.finished():
-            raise WorkerError(f"the rollout process was stopped; go on with: midflight train {self._run.path} --resume")
+        if self._done and not self.finished():
+            role = min(self._done)
+            raise WorkerError(f"the {role} process was stopped; go on with: midflight train {self._run.path} --resume")
 
     def stop(self) -> None:
-        """Ask both to stop and to write what they have to; kill what does not listen."""
+        """Ask all of them to stop and to write what they have to; kill what does not listen."""
         for process in self._processes.values():
             if process.is_alive():
                 process.terminate()
@@ -152,7 +153,7 @@ class _Workers:
 
     def check(self) -> None:
         """Raises: what a worker reported and nobody has heard yet, such as a disk that was full when it stopped."""
-        for role in _ROLES:
+        for role in self._processes:
             self._hear(role)
 
     def _hear(self, role: str) -> None:
@@ -162,7 +163,7 @@ class _Workers:
                 match connection.recv():
                     case ("ready",):
                         self._ready.add(role)
-                        if self._ready == set(_ROLES):
+                        if self._ready == self._processes.keys():
                             for other in self._connections.values():
                                 other.send(("go",))
                     case ("done",):

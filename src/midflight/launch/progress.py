@@ -38,7 +38,7 @@ class LiveView:
     def __enter__(self) -> LiveView:
         if self._live:
             self._live.start()
-            self._live.update(Text("starting the rollout and trainer processes"), refresh=True)
+            self._live.update(Text("starting the processes of the run"), refresh=True)
         return self
 
     def __exit__(

@@ -16,7 +16,7 @@ from midflight.errors import RecipeError, RunDirectoryError
 _STOP_TIMEOUT_S = 60.0  # a worker may be at a long optimizer step, or at a checkpoint
 _POLL_S = 0.05
 # What may differ when a run goes on; the rest decides which problems and batches there are.
-_RESUMABLE = {"trainer", "engine", "eval"}
+_RESUMABLE = {"trainer", "engine", "eval", "preprocess.threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class RunDirectory:
     @property
     def batches(self) -> Path:
         return self.path / "streams" / "batches.sqlite"
+
+    @property
+    def groups(self) -> Path:
+        """Only if preprocessing is a process of its own."""
+        return self.path / "streams" / "groups.sqlite"
 
     @property
     def partials(self) -> Path:
@@ -154,8 +159,9 @@ def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
     if not run.config.is_file():
         raise RunDirectoryError(f"{path} holds no run: there is no {run.config.name} in it")
     for override in overrides:
-        section = override.split(".", 1)[0]
-        if section not in _RESUMABLE:
+        key = override.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if not {section, key} & _RESUMABLE:
             allowed = ", ".join(sorted(_RESUMABLE))
             raise RecipeError(
                 f"override {override}: a run goes on with the {section} it began with; only {allowed} may change"

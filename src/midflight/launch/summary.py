@@ -5,27 +5,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from midflight.actor.partials import PartialBuffer
+from midflight.config import Recipe
 from midflight.errors import StreamError
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import actor_checkpoint, open_batches
+from midflight.launch.workers import actor_checkpoint, open_batches, open_groups, open_handed_over
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
 from midflight.metrics.segments import LAG_EDGES
+from midflight.protocols import Stream
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
 from midflight.types import ActorState, GroupCounts
 
+Record = TypeVar("Record")
+
 
 def summarize(
-    run: RunDirectory, eval_before: dict[str, Any] | None, eval_after: dict[str, Any] | None
+    run: RunDirectory, recipe: Recipe, eval_before: dict[str, Any] | None, eval_after: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Counts are of the whole run, interruptions included, as of the newest checkpoint."""
     checkpoint = newest_checkpoint(run.checkpoints)
     trainer = load_state(checkpoint) if checkpoint else TrainerState()
-    actor, num_waiting_groups = _actor_state(run, trainer.version)
+    actor = _actor_state(run, recipe)
+    num_waiting_groups = _num_waiting_groups(run, recipe, trainer.version)
     lag = lag_metrics(trainer.lag_histogram)
     lines = [line for line in read_metrics(run.metrics) if line["version"] <= trainer.version]
     return {
@@ -93,15 +98,35 @@ def mean_by_lag(lines: Sequence[MetricsLine], key: str) -> list[float | None]:
     ]
 
 
-def _actor_state(run: RunDirectory, trained: int) -> tuple[ActorState | None, int]:
-    """The actor's newest state, and how many groups are in batches it handed over that were not trained on."""
+def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:
+    """Of when it was last saved or handed a batch over, whichever was later; None if it never came to either."""
     if not run.batches.exists():
-        return None, 0
-    with contextlib.closing(open_batches(run)) as batches, contextlib.closing(PartialBuffer(run.partials)) as partials:
+        return None
+    with (
+        contextlib.closing(open_handed_over(run, recipe)) as handed_over,
+        contextlib.closing(PartialBuffer(run.partials)) as partials,
+    ):
+        checkpoint = actor_checkpoint(partials, handed_over)
+    return checkpoint.state if checkpoint else None
+
+
+def _num_waiting_groups(run: RunDirectory, recipe: Recipe, trained: int) -> int:
+    """Groups that were handed over and not trained on: in batches, or still to be made into one."""
+    if not run.batches.exists():
+        return 0
+    with contextlib.closing(open_batches(run)) as batches:
         num_batches = batches.next_offset()
-        waiting = batches.read(trained, max_records=num_batches - trained, timeout_s=0) if num_batches > trained else []
-        checkpoint = actor_checkpoint(partials, batches)
-    return checkpoint.state if checkpoint else None, sum(len(batch.group_ids) for batch in waiting)
+        num_groups = sum(len(batch.group_ids) for batch in _records(batches, trained))
+    if recipe.preprocess.process == "own":
+        with contextlib.closing(open_groups(run)) as groups:
+            num_groups += sum(len(chosen.groups) for chosen in _records(groups, num_batches))
+    return num_groups
+
+
+def _records(stream: Stream[Record], from_offset: int) -> list[Record]:
+    """All from `from_offset` on; none if the stream has not come so far."""
+    num_left = stream.next_offset() - from_offset
+    return stream.read(from_offset, max_records=num_left, timeout_s=0) if num_left > 0 else []
 
 
 def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_groups: int) -> GroupCounts:

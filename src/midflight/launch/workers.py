@@ -1,4 +1,4 @@
-"""The two process bodies of a run on one machine, and what they share: signals, logs, a line to the supervisor.
+"""The process bodies of a run on one machine, and what they share: signals, logs, a line to the supervisor.
 
 A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",) or ("failed", exit_code, text).
 """
@@ -38,15 +38,17 @@ from midflight.launch.objectives import build_objective
 from midflight.launch.run_directory import RunDirectory
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
+from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
+from midflight.protocols import Stream
 from midflight.streams.codec import Codec
 from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
-from midflight.types import ActorCheckpoint, TrainingBatch
+from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-# The schedule bounds how many batches wait; this only has to be more than any schedule allows.
+# The schedule bounds how many batches wait, in either stream; this only has to be more than any schedule allows.
 _STREAM_CAPACITY = 4096
 _WAIT_SLICE_S = 0.2
 
@@ -99,7 +101,7 @@ def run_worker(body: Callable[[WorkerContext], None], role: str, context: Worker
             if not context.is_orphan():  # or the run may have gone on without it before it took the lock
                 _run(body, role, context)
         finally:
-            if context.is_orphan():  # nobody else is left to remove them; the other worker may be at it too
+            if context.is_orphan():  # nobody else is left to remove them; another worker may be at it too
                 shutil.rmtree(context.weights_directory, ignore_errors=True)
 
 
@@ -147,47 +149,89 @@ def rollout_body(context: WorkerContext) -> None:
     recipe, run = context.recipe, context.run
     schedule = build_schedule(recipe)
     torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
-    batches = open_batches(run)
     receiver = SharedMemoryReceiver(context.weights_path)
     _wait_for_weights(receiver, 0, context)
     version, weights = receiver.receive()
     config, tokenizer = load_config(recipe.model.path), load_tokenizer(recipe.model.path)
     engine = build_engine(recipe, config, weights, num_rows=schedule.max_in_flight, version=version)
     partials = PartialBuffer(run.partials)
-    checkpoint = actor_checkpoint(partials, batches)
+    with contextlib.closing(open_handed_over(run, recipe)) as handed_over:
+        checkpoint = actor_checkpoint(partials, handed_over)
     environment = build_environment(recipe)
-    with _tracer(run, "rollout") as tracer, build_grader(recipe) as grader:
+    with (
+        _tracer(run, "rollout") as tracer,
+        build_grader(recipe) as grader,
+        contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
+    ):
         actor_config = build_actor_config(recipe, tokenizer)
         actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
-        loop = RolloutLoop(actor, engine, schedule, receiver, batches, build_preprocessing(recipe), tracer, partials)
+        loop = RolloutLoop(actor, engine, schedule, receiver, sink, tracer, partials)
         context.wait_until(grader.wait_until_ready)
         _start_together(context)
         with tracer.span("wait"):
             _catch_up(engine, receiver, checkpoint, context)
         loop.run(context.should_stop)
     partials.close()
+
+
+def preprocess_body(context: WorkerContext) -> None:
+    recipe, run = context.recipe, context.run
+    torch.set_num_threads(recipe.preprocess.threads or 1)
+    groups, batches = open_groups(run), open_batches(run)
+    with _tracer(run, "preprocess") as tracer:
+        loop = PreprocessLoop(groups, batches, Preprocessor(build_preprocessing(recipe), tracer), tracer)
+        _start_together(context)
+        loop.run(context.should_stop)
+    groups.close()
     batches.close()
 
 
-def actor_checkpoint(partials: PartialBuffer, batches: SqliteStream[TrainingBatch]) -> ActorCheckpoint | None:
-    """Where the actor goes on: after the last batch in the stream, with all rollouts that belong there.
+def worker_bodies(recipe: Recipe) -> dict[str, Callable[[WorkerContext], None]]:
+    """The processes of a run, by role."""
+    bodies: dict[str, Callable[[WorkerContext], None]] = {"trainer": trainer_body, "rollout": rollout_body}
+    if recipe.preprocess.process == "own":
+        bodies["preprocess"] = preprocess_body
+    return bodies
+
+
+def actor_checkpoint(
+    partials: PartialBuffer, handed_over: Stream[ChosenBatch] | Stream[TrainingBatch]
+) -> ActorCheckpoint | None:
+    """Where the actor goes on: after the last batch it handed over, with all rollouts that belong there.
 
     The buffer is as old as its last save. If a batch was handed over since then, its counts are of before that
     batch, and the batch itself says what they are; the rollouts of groups that were open then are still good.
     """
-    saved, num_batches = partials.load(), batches.next_offset()
+    saved, num_batches = partials.load(), handed_over.next_offset()
     if saved and saved.state.num_batches == num_batches:
         return saved
     if num_batches == 0:
         return None
-    state = batches.read(num_batches - 1)[0].actor_state
+    state = handed_over.read(num_batches - 1)[0].actor_state
     still_open = set(state.open_group_ids)
     return ActorCheckpoint(state, [each for each in saved.rollouts if each.group_id in still_open] if saved else [])
 
 
 def open_batches(run: RunDirectory) -> SqliteStream[TrainingBatch]:
-    """The stream between the two workers."""
+    """The stream that the trainer reads."""
     return SqliteStream(run.batches, TrainingBatch, _STREAM_CAPACITY)
+
+
+def open_groups(run: RunDirectory) -> SqliteStream[ChosenBatch]:
+    """The stream that a preprocessing process reads."""
+    return SqliteStream(run.groups, ChosenBatch, _STREAM_CAPACITY)
+
+
+def open_handed_over(run: RunDirectory, recipe: Recipe) -> SqliteStream[ChosenBatch] | SqliteStream[TrainingBatch]:
+    """The stream whose last record says where the actor was when it handed a batch over."""
+    return open_groups(run) if recipe.preprocess.process == "own" else open_batches(run)
+
+
+def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> SqliteStream[ChosenBatch] | PreprocessAtOnce:
+    """Where the rollout loop appends; the reference is loaded only by the process that preprocesses."""
+    if recipe.preprocess.process == "own":
+        return open_groups(run)
+    return PreprocessAtOnce(open_batches(run), Preprocessor(build_preprocessing(recipe), tracer))
 
 
 def _loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
@@ -208,7 +252,7 @@ def _tracer(run: RunDirectory, role: str) -> Tracer:
 
 
 def _start_together(context: WorkerContext) -> None:
-    """So that the clock of the run starts when both sides are set up."""
+    """So that the clock of the run starts when all sides are set up."""
     context.tell("ready")
     context.wait_until(context.supervisor.poll)
     try:

@@ -16,14 +16,13 @@ from midflight.preprocess.packing import assign_to_ranks, pack
 from midflight.preprocess.rewards import overlong_penalty
 from midflight.protocols import Reference
 from midflight.types import (
-    ActorState,
     BoolArray,
+    ChosenBatch,
     FinishReason,
     Float32Array,
     Float64Array,
     Microbatch,
     Rollout,
-    RolloutGroup,
     TrainingBatch,
     Trajectory,
 )
@@ -47,23 +46,15 @@ class Preprocessing:
     num_ranks: int = 1
 
 
-def build_batch(
-    groups: Sequence[RolloutGroup],
-    actor_state: ActorState,
-    *,
-    index: int,
-    preprocessing: Preprocessing,
-    generated_lengths: Sequence[int],
-    dropped_lengths: Sequence[int],
-    upstream_metrics: dict[str, float],
-) -> TrainingBatch:
-    """Batch `index`: rewards, advantages, loss masks, ranks, packing, reference.
+def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBatch:
+    """The batch that is made of what the actor chose: rewards, advantages, loss masks, ranks, packing, reference.
 
     Trajectories without a gradient are counted, not packed: those no token of which carries loss, and those with zero
     advantage unless `preprocessing.keep_all`.
 
     Raises: RecipeError if a rollout is longer than a microbatch.
     """
+    index, groups = chosen.index, chosen.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = np.array([len(rollout.generated) for rollout in rollouts], np.int32)
     penalties = overlong_penalty(lengths, preprocessing.max_response_tokens, preprocessing.overlong_buffer)
@@ -93,18 +84,18 @@ def build_batch(
         lag_histogram=_lag_histogram(trajectories, index),
         lag_by_position=_lag_by_position(rollouts, index),
         trained_lengths=lengths,
-        generated_lengths=np.array(generated_lengths, np.int32),
-        dropped_lengths=np.array(dropped_lengths, np.int32),
+        generated_lengths=np.array(chosen.generated_lengths, np.int32),
+        dropped_lengths=np.array(chosen.dropped_lengths, np.int32),
         metrics={
             **_rollout_metrics(rollouts),
             "reward/length_penalty": float(penalties.mean()),
             "masked_token_fraction": 1 - num_loss_tokens / max(num_response_tokens, 1),
             "without_gradient_fraction": 1 - sum(has_gradient) / len(rollouts),
             "padding_fraction": _padding_fraction([each for rank in microbatches for each in rank]),
-            "dropped/tokens": float(sum(dropped_lengths)),
-            **upstream_metrics,
+            "dropped/tokens": float(sum(chosen.dropped_lengths)),
+            **chosen.metrics,
         },
-        actor_state=actor_state,
+        actor_state=chosen.actor_state,
     )
 
 

@@ -1,0 +1,90 @@
+"""Preprocessing at its two places: as a step of the rollout loop, or as a loop in a process of its own.
+
+The loop:
+
+consumes       record k of the stream of chosen groups
+waits for      the rollout process to append that record; room in the stream of batches
+unblocked by   the append, and the trainer taking batches; a stop request is seen within WAIT_SLICE_S
+makes wait     the trainer, when it has no batch
+
+Invariant: batch k is made of record k and of nothing else. So the length of the stream of batches says where to go on,
+and a batch that was being made when the process was killed is made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from midflight.preprocess.batches import Preprocessing, build_batch
+from midflight.protocols import Stream
+from midflight.tracing.spans import Tracer
+from midflight.types import ChosenBatch, TrainingBatch
+
+WAIT_SLICE_S = 0.2
+
+
+class Preprocessor:
+    """Makes batches, and says in each how long that took."""
+
+    def __init__(self, preprocessing: Preprocessing, tracer: Tracer) -> None:
+        self._preprocessing = preprocessing
+        self._tracer = tracer
+
+    def batch_of(self, chosen: ChosenBatch) -> TrainingBatch:
+        """Raises: RecipeError as `build_batch` does."""
+        started_s = time.monotonic()
+        with self._tracer.span("preprocess", batch=chosen.index):
+            batch = build_batch(chosen, self._preprocessing)
+        return replace(batch, metrics={**batch.metrics, "time/preprocess_s": time.monotonic() - started_s})
+
+
+class PreprocessAtOnce:
+    """Makes a batch of what it is handed, and appends that to the stream of batches, at the same offset."""
+
+    def __init__(self, batches: Stream[TrainingBatch], preprocessor: Preprocessor) -> None:
+        self._batches = batches
+        self._preprocessor = preprocessor
+
+    def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
+        """As `Stream.append`. Raises: RecipeError as `build_batch` does."""
+        return self._batches.append(self._preprocessor.batch_of(record), timeout_s)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class PreprocessLoop:
+    def __init__(
+        self,
+        groups: Stream[ChosenBatch],
+        batches: Stream[TrainingBatch],
+        preprocessor: Preprocessor,
+        tracer: Tracer,
+    ) -> None:
+        self._groups = groups
+        self._batches = batches
+        self._preprocessor = preprocessor
+        self._tracer = tracer
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Until asked to stop. Raises: RecipeError as `build_batch` does."""
+        while not should_stop():
+            index = self._batches.next_offset()
+            with self._tracer.span("wait"):
+                records = self._groups.read(index, timeout_s=WAIT_SLICE_S)
+            if not records:
+                continue
+            assert records[0].index == index, f"batch {records[0].index} is record {index} of the groups"
+            if self._append(self._preprocessor.batch_of(records[0]), should_stop):
+                # Record `index` stays: it may be the last one, which a restarted actor goes on from.
+                self._groups.trim(index)
+
+    def _append(self, batch: TrainingBatch, should_stop: Callable[[], bool]) -> bool:
+        """Whether there was room for it before a stop request."""
+        with self._tracer.span("append"):
+            while self._batches.append(batch, WAIT_SLICE_S) is None:
+                if should_stop():
+                    return False
+        return True

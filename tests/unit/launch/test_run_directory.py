@@ -1,0 +1,40 @@
+"""What may differ when a run goes on, and what may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config import load_recipe
+from midflight.errors import RecipeError
+from midflight.launch.run_directory import RunDirectory, create_run, open_run
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", "preprocess.process=own"]))
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.max_steps=3", "engine.threads=2", "eval.num_problems=0", "preprocess.threads=2"]
+)
+def test_how_a_run_is_computed_may_change(run: RunDirectory, override: str) -> None:
+    section, key = override.split("=")[0].split(".")
+    _, recipe = open_run(run.path, [override])
+    assert str(getattr(getattr(recipe, section), key)) == override.split("=")[1]
+    assert recipe.preprocess.process == "own"
+
+
+@pytest.mark.parametrize("override", ["batch.batch_size=64", "preprocess.process=rollout"])
+def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
+    """Groups that wait for a preprocessing process would be lost without one."""
+    with pytest.raises(RecipeError) as raised:
+        open_run(run.path, ["trainer.max_steps=3", override])
+    message = str(raised.value)
+    section = override.partition(".")[0]
+    assert f"override {override}: a run goes on with the {section} it began with" in message
+    assert "only engine, eval, preprocess.threads, trainer may change" in message
+    assert "\n" not in message

@@ -66,7 +66,7 @@ def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
 
         def start(generator: Generator | None = None, *, served_tokenizer: Any = None, **options: Any) -> Server:
             model = tiny_model()
-            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, MAX_TOKENS, 16)
+            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, 32 + MAX_TOKENS, MAX_TOKENS, 16)
             driver = GeneratorDriver(generator or tiny_engine(model, max_new_tokens=MAX_TOKENS))
             app = create_app(driver, served, specs_of(weights_of(model)), **options)
             url = stack.enter_context(running(app))

@@ -304,6 +304,8 @@ def _body(request: GenerationRequest, chunk_tokens: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"chunk_tokens": chunk_tokens},
     }
+    if request.score_prompt:
+        body["echo"] = True  # the server says that a stream cannot have it
     if generated:
         body["generated"] = {
             "token_ids": generated.token_ids.tolist(),

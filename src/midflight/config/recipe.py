@@ -84,6 +84,11 @@ class Recipe(Section):
             raise ValueError(
                 "[reference] is used by loss.kl_coefficient, which is not set; 0 would only measure the KL"
             )
+        if self.reference.path and self.reference.url:
+            raise ValueError(
+                f"reference.path = {str(self.reference.path)!r} and reference.url = {self.reference.url!r} are two"
+                " reference models; either one would work"
+            )
         if self.reward.overlong_buffer >= self.sampling.max_tokens:
             raise ValueError(
                 f"reward.overlong_buffer = {self.reward.overlong_buffer} is not less than sampling.max_tokens ="

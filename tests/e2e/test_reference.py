@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -45,22 +46,19 @@ def train(run: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_served_reference_is_the_one_in_process(serve: Serve, tmp_path: Path) -> None:
-    """Nothing has been learned at the first step, so the policy is the reference, on both ways."""
+def test_a_served_reference_is_the_policy_before_the_first_step(serve: Serve, tmp_path: Path) -> None:
+    """And no longer after two of them."""
     _, url = serve()
-    lines = {}
-    for name, overrides in (("served", (f"reference.url={url}",)), ("own", ())):
-        # One version for the first batch of both runs: they train on the same tokens.
-        common = (*WITH_KL, "schedule.max_lag=0", "trainer.max_steps=3")
-        process = train(tmp_path / name, *common, *overrides)
-        _, stderr = process.communicate(timeout=240)
-        assert process.returncode == 0, stderr
-        lines[name] = read_metrics(tmp_path / name / "metrics.jsonl")
-        assert len(lines[name]) == 3
-        assert abs(lines[name][0]["kl/reference"]) < 1e-5
-        assert lines[name][2]["kl/reference"] > 1e-5
+    run = tmp_path / "run"
+    process = train(run, *WITH_KL, f"reference.url={url}", "trainer.max_steps=3")
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    first, _, third = read_metrics(run / "metrics.jsonl")
+    assert abs(first["kl/reference"]) < 1e-5
+    assert third["kl/reference"] > 1e-5
     assert httpx.get(f"{url}/health").json()["in_flight"] == 0
-    assert "midflight_requests_finished_total 0.0" not in httpx.get(f"{url}/metrics").text
+    (finished,) = re.findall(r"^midflight_requests_finished_total (\d+)", httpx.get(f"{url}/metrics").text, re.M)
+    assert int(finished) >= 3 * 16
 
 
 def test_a_reference_that_dies_ends_the_run_with_one_clear_line(serve: Serve, tmp_path: Path) -> None:
@@ -69,7 +67,8 @@ def test_a_reference_that_dies_ends_the_run_with_one_clear_line(serve: Serve, tm
     training = train(run, *WITH_KL, f"reference.url={url}", "trainer.max_steps=100000")
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or not metrics.read_bytes():
-        assert training.poll() is None, training.communicate()[1]
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.wait(0.05)
     process.kill()
     _, stderr = training.communicate(timeout=240)
     assert training.returncode == 1

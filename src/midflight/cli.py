@@ -68,13 +68,13 @@ def evaluate(
     """Accuracy of a checkpoint on held-out problems, as JSON."""
     from dataclasses import asdict
 
-    from midflight.launch.build import check_recipe
+    from midflight.launch.build import check_evaluation
     from midflight.launch.evaluation import evaluate_model
 
     recipe = load_recipe(recipe_path, overrides or [])
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint.resolve()})})
-    check_recipe(recipe)
+    check_evaluation(recipe)
     print(json.dumps(asdict(evaluate_model(recipe, recipe.model.path)), indent=2))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -82,6 +83,8 @@ class FinishReason(enum.Enum):
 class GenerationRequest:
     """One sequence to generate. `generated` is what an earlier, interrupted attempt already sampled.
 
+    `score_prompt`: the completion says how likely the prompt's tokens were; then `max_tokens` may be 0.
+
     The random numbers depend on (`seed`, `rollout_id`, position) only, so an interrupted request goes on as if
     nothing had happened.
     """
@@ -91,6 +94,7 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     generated: GeneratedTokens | None = None
+    score_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,9 @@ class Completion:
     rollout_id: RolloutId
     generated: GeneratedTokens
     finish_reason: FinishReason
+    # The prompt's tokens if `score_prompt` was asked for and they all were scored, by one version of the weights. NaN
+    # for the first, which nothing comes before.
+    prompt: GeneratedTokens | None = None
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------
@@ -209,6 +216,16 @@ class Microbatch:
         """Which sequence each token that carries loss belongs to, `[M]`; they stand in order."""
         sequences = np.arange(len(self.sequence_lengths), dtype=np.int32)
         return np.repeat(sequences, self.sequence_lengths)[self.loss_mask]
+
+    def sequence_positions(self) -> list[tuple[Int64Array, Int64Array]]:
+        """Where the shared prefix and the own tokens of each sequence stand: indices into the `[T]` arrays."""
+        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
+        return [
+            (np.arange(start, start + shared, dtype=np.int64), np.arange(end - length, end, dtype=np.int64))
+            for end, length, start, shared in zip(
+                ends, self.sequence_lengths, self.prefix_starts, self.prefix_lengths, strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import copy
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
 
         def start(generator: Generator | None = None, *, served_tokenizer: Any = None, **options: Any) -> Server:
             model = tiny_model()
-            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, MAX_TOKENS, 16)
+            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, 32 + MAX_TOKENS, MAX_TOKENS, 16)
             driver = GeneratorDriver(generator or tiny_engine(model, max_new_tokens=MAX_TOKENS))
             app = create_app(driver, served, specs_of(weights_of(model)), **options)
             url = stack.enter_context(running(app))
@@ -82,9 +82,15 @@ def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
         yield start
 
 
+@pytest.fixture(name="running")
+def running_fixture() -> Callable[..., AbstractContextManager[str]]:
+    """For tests that start and stop a server of their own: application and port to its URL."""
+    return running
+
+
 @contextmanager
-def running(app: Any) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
+def running(app: Any, port: int = 0) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", port))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -73,6 +73,7 @@ def test_completions_are_those_of_the_engine(server, client: HTTPGenerator) -> N
         ({"sampling": SamplingParams(25)}, "max_tokens is 25"),
         ({"sampling": SamplingParams(4, temperature=-1.0)}, "temperature"),
         ({"rollout_id": RolloutId(0)}, "rollout 0 is in flight already"),
+        ({"score_prompt": True}, "stream: not with echo"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused_whole(

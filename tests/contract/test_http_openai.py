@@ -179,7 +179,111 @@ def test_an_interrupted_completion_goes_on_as_if_nothing_had_happened(server) ->
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    (model,) = client.models.list()
+    assert (model.id, model.vocab_size, model.max_length, model.max_choices) == ("tiny", 44, 56, 16)
+
+
+def test_several_prompts_are_so_many_requests(client: openai.OpenAI) -> None:
+    """Choices come in the order of the prompts, the samples of one prompt side by side."""
+    options = {"model": "tiny", "max_tokens": 6, "seed": 3}
+    answer = client.completions.create(
+        prompt=[[5, 6], [7]], n=2, extra_body={"return_token_ids": True, "rollout_id": 40}, **options
+    )
+    assert answer.prompt_token_ids == [[5, 6], [7]]
+    assert answer.usage.prompt_tokens == 3
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for prompt, first in (([5, 6], 0), ([7], 2)):
+        alone = client.completions.create(
+            prompt=prompt, n=2, extra_body={"return_token_ids": True, "rollout_id": 40 + first}, **options
+        )
+        assert [each.token_ids for each in alone.choices] == [
+            each.token_ids for each in answer.choices[first : first + 2]
+        ]
+
+
+def scored_in_process(prompt: list[int], temperature: float = 1.0) -> list[float]:
+    engine = tiny_engine(tiny_model())
+    sampling = SamplingParams(0, temperature)
+    engine.add([GenerationRequest(RolloutId(0), np.array(prompt, np.int32), sampling, 0, score_prompt=True)])
+    while not (completions := engine.step()):
+        pass
+    return completions[0].prompt.logprobs.tolist()
+
+
+def test_echo_scores_prompts(client: openai.OpenAI, tokenizer) -> None:
+    """Longer ones than any that is answered, up to prompt and response together."""
+    prompts = [[5, 6, 7], [9], [2 + position % 40 for position in range(56)]]
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, echo=True, max_tokens=0, logprobs=1, temperature=0.8,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert answer.usage.prompt_tokens == 60
+    assert answer.usage.completion_tokens == 0
+    for index, (prompt, choice) in enumerate(zip(prompts, answer.choices, strict=True)):
+        assert choice.index == index
+        assert choice.finish_reason == "length"
+        assert choice.token_ids == prompt
+        assert choice.weight_versions == [0] * len(prompt)
+        assert choice.logprobs.tokens == [tokenizer.decode([token_id]) for token_id in prompt]
+        assert choice.logprobs.token_logprobs[0] is None
+        expected = scored_in_process(prompt, 0.8)[1:]
+        np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], expected, atol=1e-5)
+        assert choice.text == tokenizer.decode(prompt, skip_special_tokens=True)
+
+
+def test_echo_puts_the_prompt_before_what_is_sampled(client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "prompt": "a1+2:", "n": 2, "max_tokens": 9, "seed": 5, "logprobs": 1}
+    extra = {"return_token_ids": True}
+    plain = client.completions.create(**options, extra_body=extra)
+    echoed = client.completions.create(**options, extra_body=extra, echo=True)
+    num_prompt = len(plain.prompt_token_ids)
+    assert echoed.usage == plain.usage
+    for with_prompt, without in zip(echoed.choices, plain.choices, strict=True):
+        assert with_prompt.text == "a1+2:" + without.text
+        assert with_prompt.token_ids == plain.prompt_token_ids + without.token_ids
+        assert with_prompt.weight_versions == [0] * len(with_prompt.token_ids)
+        logprobs = with_prompt.logprobs.token_logprobs
+        np.testing.assert_allclose(logprobs[num_prompt:], without.logprobs.token_logprobs, atol=1e-5)
+        expected = scored_in_process(plain.prompt_token_ids)[1:]
+        np.testing.assert_allclose(logprobs[1:num_prompt], expected, atol=1e-5)
+
+
+def test_an_aborted_prompt_is_not_echoed(start_server) -> None:
+    server = start_server()
+    server.http.post("/pause")
+    answers = []
+    body = {"prompt": [5, 6], "echo": True, "max_tokens": 0, "rollout_id": 3, "logprobs": 1, "return_token_ids": True}
+    asking = threading.Thread(target=lambda: answers.append(server.http.post("/v1/completions", json=body)))
+    asking.start()
+    while not server.driver.num_in_flight:
+        pass
+    server.http.post("/abort", json={"rollout_ids": [3]})
+    asking.join()
+    (choice,) = answers[0].json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert choice["token_ids"] == choice["logprobs"]["token_logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stream": True}, "stream: not with echo; its answer comes whole"),
+        ({"stop": ["a"]}, "stop: not with echo"),
+        ({"top_k": 3}, "top_k: not with echo"),
+        ({"top_p": 0.5}, "top_p: not with echo"),
+        ({"min_p": 0.5}, "min_p: not with echo"),
+        ({"generated": {"token_ids": [1], "logprobs": [0.0], "weight_versions": [0]}}, "generated: not with echo"),
+        ({"prompt": [2] * 57}, "57 tokens, not 1 to 56"),
+        ({"prompt": [2] * 33, "max_tokens": 1}, "33 tokens, not 1 to 32"),
+        ({"prompt": []}, "0 tokens, not 1 to 56"),
+        ({"echo": "yes"}, "echo: "),
+    ],
+)
+def test_what_does_not_go_with_echo(server, change: dict, message: str) -> None:
+    body = {"prompt": [2, 3], "echo": True, "max_tokens": 0, **change}
+    response = server.http.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +296,16 @@ def test_models(client: openai.OpenAI) -> None:
         ({"prompt": [2, 44]}, 400, "token id 44 is not in 0 to 43"),
         ({"prompt": [-1]}, 400, "prompt.0: Input should be greater than or equal to 0, got -1"),
         ({"prompt": 5}, 400, "prompt: "),
-        ({"prompt": [[1], [2]]}, 400, "prompt.0: "),
+        ({"prompt": [[1], 2]}, 400, "prompt."),
+        ({"prompt": [[1], [-2]]}, 400, "prompt.1.0: Input should be greater than or equal to 0, got -2"),
+        ({"prompt": [[1], []]}, 400, "0 tokens, not 1 to 32"),
+        ({"prompt": [[1], [44]]}, 400, "token id 44 is not in 0 to 43"),
+        ({"prompt": [[1]] * 6, "n": 3}, 400, "6 prompts times n are 18, not 1 to 16"),
+        (
+            {"prompt": [[1], [2]], "generated": {"token_ids": [1], "logprobs": [0.0], "weight_versions": [0]}},
+            400,
+            "prompt is 2, but only one sample",
+        ),
         ({"stop_token_ids": [2, 99]}, 400, "token id 99 is not in 0 to 43"),
         ({"stop_token_ids": list(range(9))}, 400, "9 stop tokens"),
         ({"temperature": -0.5}, 400, "temperature: Input should be greater than or equal to 0, got -0.5"),
@@ -204,7 +317,8 @@ def test_models(client: openai.OpenAI) -> None:
         ({"n": 0}, 400, "n: Input should be greater than or equal to 1, got 0"),
         ({"n": 17}, 400, "n is 17, not 1 to 16"),
         ({"max_tokens": 25}, 400, "max_tokens is 25, not 1 to 24"),
-        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"max_tokens": 0}, 400, "max_tokens: 0 needs echo"),
+        ({"max_tokens": -1}, 400, "max_tokens: "),
         ({"stop": ""}, 400, "empty string"),
         ({"logprobs": 2}, 400, "logprobs: "),
         ({"best_of": 2}, 400, "best_of: Extra inputs are not permitted, got 2"),

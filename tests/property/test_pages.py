@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,12 +28,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_pages=st.integers(0, 20),
         max_batched_tokens=st.integers(1, 24),
         prefix_caching=st.booleans(),
+        max_scored_tokens=st.integers(1, 24),
     )
-    def start(self, num_rows: int, spare_pages: int, max_batched_tokens: int, prefix_caching: bool) -> None:
+    def start(
+        self, num_rows: int, spare_pages: int, max_batched_tokens: int, prefix_caching: bool, max_scored_tokens: int
+    ) -> None:
         self.num_pages = 1 + MAX_PAGES + spare_pages
         self.pool: PagePool[object] = PagePool(self.num_pages, PAGE)
         self.rows = RowTable(num_rows, MAX_PROMPT + MAX_NEW, MAX_PAGES)
-        self.scheduler = Scheduler(self.rows, self.pool, max_batched_tokens, prefix_caching)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            self.rows,
+            self.pool,  # type: ignore[arg-type]
+            max_batched_tokens,
+            prefix_caching,
+            max_scored_tokens,
+        )
+        self.max_scored_tokens = max_scored_tokens
         # What stands in every slot: the tokens up to and including its own, and the weights that wrote it.
         self.slots: dict[int, tuple[bytes, int]] = {}
         self.version = 0
@@ -39,11 +51,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(0)
         self.next_id = 0
 
-    @rule(prompt=st.integers(0, 3), length=st.integers(1, MAX_PROMPT), max_tokens=st.integers(1, MAX_NEW))
-    def add(self, prompt: int, length: int, max_tokens: int) -> None:
+    @rule(
+        prompt=st.integers(0, 3),
+        length=st.integers(1, MAX_PROMPT),
+        max_tokens=st.integers(1, MAX_NEW),
+        score=st.booleans(),
+    )
+    def add(self, prompt: int, length: int, max_tokens: int, score: bool) -> None:
+        self._add(prompt, length, max_tokens, score)
+
+    @rule(prompt=st.integers(0, 3), length=st.integers(1, MAX_PROMPT + MAX_NEW))
+    def add_to_be_scored(self, prompt: int, length: int) -> None:
+        self._add(prompt, length, 0, True)
+
+    def _add(self, prompt: int, length: int, max_tokens: int, score: bool) -> None:
         # Prompts of one kind are prefixes of each other.
         token_ids = (np.arange(length, dtype=np.int32) * (prompt + 1)) % 3
-        request = GenerationRequest(RolloutId(self.next_id), token_ids, SamplingParams(max_tokens, 1.0, (STOP,)), 0)
+        sampling = SamplingParams(max_tokens, 1.0, (STOP,))
+        request = GenerationRequest(RolloutId(self.next_id), token_ids, sampling, 0, score_prompt=score)
         self.next_id += 1
         self.asked[request.rollout_id] = request
         self.scheduler.add(request)
@@ -57,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert completion.finish_reason is FinishReason.ABORT
         if resume:
             generated = completion.generated if len(completion.generated) else None
-            again = GenerationRequest(rollout_id, request.prompt_token_ids, request.sampling, 0, generated)
+            again = replace(request, generated=generated)
             self.asked[rollout_id] = again
             self.scheduler.add(again)
 
@@ -89,7 +114,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not plan.slots.size or plan.slots.min() >= PAGE, "the scratch page was given out"
         for row, position, slot in zip(plan.rows, plan.positions, plan.slots, strict=True):
             self.slots[int(slot)] = (self.rows.token_ids[row, : position + 1].tobytes(), self.version)
-        num_logits = len(plan.logits_index)
+        assert len(plan.scored_rows) == len(plan.scored_positions) <= self.max_scored_tokens
+        num_logits = len(plan.logits_index) - len(plan.scored_rows)
+        scored_after = plan.logits_index[num_logits:]
+        assert plan.rows[scored_after].tolist() == plan.scored_rows.tolist()
+        assert (plan.positions[scored_after] + 1).tolist() == plan.scored_positions.tolist()
         assert num_logits + len(plan.cached_logits) == len(plan.sampled_rows)
         for logits, row in zip(plan.cached_logits, plan.sampled_rows[num_logits:], strict=True):
             length = self.rows.lengths[row]
@@ -100,7 +129,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row in plan.sampled_rows[:num_logits]
         )
         self._check_contents(plan.rows, plan.positions)
-        return self.scheduler.record(plan, logits, sampled, np.zeros(len(sampled), np.float32), self.version)  # type: ignore[arg-type]
+        logprobs, scores = np.zeros(len(sampled), np.float32), self._scores(plan.scored_positions, self.version)
+        return self.scheduler.record(plan, logits, sampled, logprobs, scores, self.version)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _scores(positions: np.ndarray, version: int) -> np.ndarray:
+        """Numbers that say what they are of."""
+        return (version * 100 + positions).astype(np.float32)
 
     def _check_contents(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Everything a computed token attends to is there, was written for these tokens, and is of one version
@@ -118,6 +153,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_completion(self, completion: Completion) -> None:
         request = self.asked.pop(completion.rollout_id)
         token_ids = completion.generated.token_ids
+        assert (completion.prompt is not None) == request.score_prompt
+        if completion.prompt is not None:
+            (version,) = set(completion.prompt.weight_versions.tolist())
+            assert completion.prompt.token_ids.tolist() == request.prompt_token_ids.tolist()
+            expected = self._scores(np.arange(1, len(request.prompt_token_ids)), version)
+            assert completion.prompt.logprobs[1:].tolist() == expected.tolist()
+        if not request.sampling.max_tokens:
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert not len(token_ids)
+            return
         assert 0 < len(token_ids) <= request.sampling.max_tokens
         stopped = completion.finish_reason is FinishReason.STOP
         assert stopped == (token_ids[-1] == STOP)

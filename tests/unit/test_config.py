@@ -27,6 +27,13 @@ def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
     check_recipe(load_recipe(path))
 
 
+def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
+    loss = load_recipe(recipe_file, ["loss.kl_coefficient=0.5"]).loss
+    assert (loss.type, loss.kl_coefficient) == ("reinforce", 0.5)
+    with pytest.raises(RecipeError, match=r"clip_low"):
+        load_recipe(recipe_file, ["loss.clip_low=0.1"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pydantic
 
 from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
@@ -39,6 +41,12 @@ class Recipe(Section):
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()
+
+    @pydantic.field_validator("loss", mode="before")
+    @classmethod
+    def name_default_loss(cls, value: Any) -> Any:
+        """An option that every loss has says nothing about which loss it is."""
+        return {"type": ReinforceConfig().type, **value} if isinstance(value, dict) else value
 
     @pydantic.model_validator(mode="after")
     def check_batches(self) -> Recipe:
@@ -94,6 +102,11 @@ class Recipe(Section):
         if loss.kl_coefficient is None and (self.reference.path or self.reference.url):
             raise ValueError(
                 "[reference] is used by loss.kl_coefficient, which is not set; 0 would only measure the KL"
+            )
+        if self.reference.path and self.reference.url:
+            raise ValueError(
+                f"reference.path = {str(self.reference.path)!r} and reference.url = {self.reference.url!r} are two"
+                " reference models; either one would work"
             )
         if self.reward.overlong_buffer >= self.sampling.max_tokens:
             raise ValueError(

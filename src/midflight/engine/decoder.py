@@ -197,7 +197,7 @@ class Decoder(UpdatedInFlight[DecoderWeights]):
             x += layer.out(kernels.attend(query, batch, kv, scale), layer.out_bias)
             gate_up = layer.gate_up(kernels.rms_norm(x, layer.post_norm, eps))
             x += layer.down(kernels.silu_mul(gate_up))
-        if len(batch.logits_index) < len(x):
+        if batch.chunks:  # else every token's logits are wanted, in order
             x = x[batch.logits_index]
         return weights.head(kernels.rms_norm(x, weights.final_norm, eps)).float()
 

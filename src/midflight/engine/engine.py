@@ -18,12 +18,12 @@ from midflight.engine.cache import PAGE_SIZE, KVCache, page_bytes
 from midflight.engine.graphs import GraphedModel
 from midflight.engine.model import EngineModel
 from midflight.engine.pages import PagePool
-from midflight.engine.plan import Batch, Int64Array, StepPlan
+from midflight.engine.plan import Batch, StepPlan
 from midflight.engine.rows import MAX_STOP_TOKENS, RowTable
-from midflight.engine.sampler import truncate
+from midflight.engine.sampler import score, truncate
 from midflight.engine.scheduler import Scheduler
 from midflight.errors import ModelError, RequestError, WeightUpdateError
-from midflight.types import TEMPERATURES, Completion, GeneratedTokens, GenerationRequest, RolloutId
+from midflight.types import TEMPERATURES, Completion, GeneratedTokens, GenerationRequest, Int64Array, RolloutId
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class Engine:
         )
         self._rows = RowTable(limits.num_rows, limits.max_length, max_pages)
         pool: PagePool[Tensor] = PagePool(num_pages, PAGE_SIZE)
-        self._scheduler = Scheduler(self._rows, pool, limits.max_batched_tokens, prefix_caching)
+        max_scored_tokens = max(1, _MAX_SCORED_LOGITS // shape.vocab_size)
+        self._scheduler = Scheduler(self._rows, pool, limits.max_batched_tokens, prefix_caching, max_scored_tokens)
         self._pending_version: int | None = None
 
     @property
@@ -141,15 +142,18 @@ class Engine:
         if plan.copies:
             self._cache.copy_pages(plan.copies)
         logits = None
+        token_ids, logprobs, scores = _NO_TOKENS, _NO_LOGPROBS, _NO_LOGPROBS
         if len(plan.token_ids):
             tables = self._rows.tables[: self._rows.num_active]
             logits = self._model.forward(Batch.of(plan, tables, self._model.device), self._cache)
-        if not len(plan.sampled_rows):  # pieces of prefills only
-            return self._scheduler.record(plan, logits, _NO_TOKENS, _NO_LOGPROBS, self._version)
-        token_ids, logprobs = self._sample(plan, logits)
-        return self._scheduler.record(
-            plan, logits, token_ids.cpu().numpy().astype(np.int32), logprobs.cpu().numpy(), self._version
-        )
+        if logits is not None and len(plan.scored_rows):
+            num_sampled = len(logits) - len(plan.scored_rows)
+            scores = self._score(plan, logits[num_sampled:]).cpu().numpy()
+            logits = logits[:num_sampled]
+        if len(plan.sampled_rows):  # else pieces of prefills only
+            drawn, drawn_logprobs = self._sample(plan, logits)
+            token_ids, logprobs = drawn.cpu().numpy().astype(np.int32), drawn_logprobs.cpu().numpy()
+        return self._scheduler.record(plan, logits, token_ids, logprobs, scores, self._version)
 
     def _adopt_weights(self) -> None:
         # With nothing in flight nobody is kept waiting.
@@ -158,6 +162,16 @@ class Engine:
             assert self._pending_version is not None
             self._version, self._pending_version = self._pending_version, None
             self._scheduler.weights_changed(self._recompute_kv)
+
+    @torch.inference_mode()
+    def _score(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """Log-probabilities of the prompt tokens that come after these logits. Shapes: [P, V] -> [P]."""
+        rows = self._rows
+        token_ids = rows.token_ids[plan.scored_rows, plan.scored_positions].astype(np.int64)
+        temperatures = rows.temperatures[plan.scored_rows]
+        return score(
+            logits, torch.from_numpy(temperatures).to(logits.device), torch.from_numpy(token_ids).to(logits.device)
+        )
 
     @torch.inference_mode()
     def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -187,11 +201,14 @@ class Engine:
         name = f"request {request.rollout_id}"
         if request.rollout_id in self._scheduler:
             raise RequestError(f"{name} is in flight already")
-        if not 0 < len(prompt) <= limits.max_prompt_tokens:
-            raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {limits.max_prompt_tokens}")
+        # A prompt that is only scored has the room of a response besides.
+        only_scored = request.score_prompt and not sampling.max_tokens
+        max_prompt_tokens = limits.max_length if only_scored else limits.max_prompt_tokens
+        if not 0 < len(prompt) <= max_prompt_tokens:
+            raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {max_prompt_tokens}")
         if prompt.min() < 0 or prompt.max() >= vocab_size:
             raise RequestError(f"{name}: its prompt has token ids outside 0 to {vocab_size - 1}")
-        if not 0 < sampling.max_tokens <= limits.max_new_tokens:
+        if not (0 < sampling.max_tokens <= limits.max_new_tokens or only_scored):
             raise RequestError(f"{name}: max_tokens is {sampling.max_tokens}, not 1 to {limits.max_new_tokens}")
         if request.generated and len(request.generated) >= sampling.max_tokens:
             raise RequestError(f"{name}: it already has {len(request.generated)} of {sampling.max_tokens} tokens")
@@ -209,6 +226,8 @@ class Engine:
             raise RequestError(f"{name}: top_p is {sampling.top_p}, not above 0 and up to 1")
         if not 0 <= sampling.min_p <= 1:
             raise RequestError(f"{name}: min_p is {sampling.min_p}, not 0 to 1")
+        if request.score_prompt and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
+            raise RequestError(f"{name}: a prompt is scored without top_k, top_p and min_p; leave them out")
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(f"{name}: {len(sampling.stop_token_ids)} stop tokens, not {MAX_STOP_TOKENS} or fewer")
         unknown = [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < vocab_size]
@@ -216,4 +235,6 @@ class Engine:
             raise RequestError(f"{name}: stop token ids {unknown} are outside 0 to {vocab_size - 1}")
 
 
+# Logits of prompts that a step scores, in elements: 128 MB of float32.
+_MAX_SCORED_LOGITS = 1 << 25
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

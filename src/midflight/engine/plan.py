@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from midflight.types import Int32Array
-
-Int64Array = npt.NDArray[np.int64]
+from midflight.types import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class StepPlan:
     """The tokens of one step: one for each of `num_decode` rows, then the chunks; T in all.
 
     R rows get a new token: those whose last known token is among the T, and after them those whose next logits were
-    found in the prefix cache.
+    found in the prefix cache. P prompt tokens are scored: those after one of the T, in rows that ask for it.
     """
 
     token_ids: Int64Array  # [T]
@@ -41,7 +38,9 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     max_length: int  # tokens of the longest decoding sequence
     sampled_rows: Int64Array  # [R]
-    logits_index: Int64Array  # [R - num cached]: which of the T tokens those rows sample after
+    logits_index: Int64Array  # [R - num cached + P]: which of the T tokens those rows sample after; then the scored
+    scored_rows: Int64Array  # [P]
+    scored_positions: Int64Array  # [P], of the tokens that are scored
     cached_logits: tuple[Tensor, ...]  # one [V] for each of the last rows
     copies: tuple[tuple[int, int], ...]  # (source page, target page), before anything else
 

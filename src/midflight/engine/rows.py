@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from midflight.engine.plan import Int64Array
 from midflight.engine.randomness import stream_key, uniforms_at
 from midflight.types import (
     FinishReason,
@@ -16,6 +15,7 @@ from midflight.types import (
     GeneratedTokens,
     GenerationRequest,
     Int32Array,
+    Int64Array,
     RolloutId,
     SamplingParams,
 )
@@ -106,6 +106,29 @@ class RowTable:
             logprobs=self.logprobs[row, columns].copy(),
             weight_versions=self.weight_versions[row, columns].copy(),
         )
+
+    def prefilled(self, row: int, num_tokens: int, version: int) -> None:
+        """The next `num_tokens` tokens of the prefix have keys and values, made by `version` of the weights."""
+        start = self.num_cached[row]
+        self.num_cached[row] += num_tokens
+        # Resumed tokens keep the version that sampled them.
+        self.weight_versions[row, start : min(start + num_tokens, self.prompt_lengths[row])] = version
+
+    def is_scoring(self, row: int) -> bool:
+        """Whether part of a prompt that is to be scored still has to be read."""
+        request = self.requests[row]
+        assert request is not None
+        return request.score_prompt and bool(self.num_cached[row] < self.prompt_lengths[row])
+
+    def scored_prompt(self, row: int) -> GeneratedTokens | None:
+        """None if nobody asked, or not all of it is scored."""
+        request, length = self.requests[row], int(self.prompt_lengths[row])
+        assert request is not None
+        if not request.score_prompt or self.is_scoring(row):
+            return None
+        logprobs = self.logprobs[row, :length].copy()
+        logprobs[0] = np.nan
+        return GeneratedTokens(request.prompt_token_ids, logprobs, self.weight_versions[row, :length].copy())
 
     def release(self, row: int) -> GenerationRequest:
         """Take a row out. The last active row moves into its place."""

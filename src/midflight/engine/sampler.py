@@ -27,6 +27,13 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor) -> tup
     return token_ids_B, logprobs_BV.gather(1, token_ids_B[:, None]).squeeze(1)
 
 
+def score(logits_BV: Tensor, temperatures_B: Tensor, token_ids_B: Tensor) -> Tensor:
+    """Log-probability of each token under softmax(logits / temperature), at temperature 1 for temperature 0; [B]."""
+    scale_B = torch.where(temperatures_B == 0, 1.0, temperatures_B)
+    logprobs_BV = torch.log_softmax(logits_BV / scale_B[:, None], dim=-1)
+    return logprobs_BV.gather(1, token_ids_B[:, None]).squeeze(1)
+
+
 def truncate(logits_BV: Tensor, temperatures_B: Tensor, top_ks_B: Tensor, top_ps_B: Tensor, min_ps_B: Tensor) -> Tensor:
     """Logits with -inf for every token that top-k, then top-p, then min-p leave out of softmax(logits / temperature).
 

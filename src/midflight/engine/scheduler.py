@@ -4,6 +4,9 @@ A row has `lengths` tokens, of which `num_cached` have keys and values. It start
 generated before it was interrupted, whose prefill is done in chunks so that decoding rows never wait for a long one.
 From then on one token is missing: a decode. When pages run out the youngest row gives its own back and waits; its
 tokens stay, and it is prefilled again when there is room. The oldest row can always finish.
+
+A prompt that is to be scored is read from its first token on, whatever is known of it, since its logits are wanted. New
+weights make it start again: one version scores all of it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from midflight.engine.pages import PagePool
-from midflight.engine.plan import Chunk, Int64Array, StepPlan
+from midflight.engine.plan import Chunk, StepPlan
 from midflight.engine.rows import RowTable
 from midflight.types import (
     Completion,
@@ -25,6 +28,7 @@ from midflight.types import (
     GeneratedTokens,
     GenerationRequest,
     Int32Array,
+    Int64Array,
     RolloutId,
 )
 
@@ -36,9 +40,17 @@ class _Waiting:
 
 
 class Scheduler:
-    def __init__(self, rows: RowTable, pool: PagePool[Tensor], max_batched_tokens: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        rows: RowTable,
+        pool: PagePool[Tensor],
+        max_batched_tokens: int,
+        prefix_caching: bool,
+        max_scored_tokens: int,
+    ) -> None:
+        """`max_scored_tokens`: of prompts, in one step."""
         self.rows, self.pool = rows, pool
-        self._max_batched_tokens = max_batched_tokens
+        self._max_batched_tokens, self._max_scored_tokens = max_batched_tokens, max_scored_tokens
         self._prefix_caching = prefix_caching
         self._waiting: deque[_Waiting] = deque()
         self._ids: set[RolloutId] = set()  # in a row or waiting
@@ -85,9 +97,10 @@ class Scheduler:
         """No known prefix may be used again; with `recompute`, nor may the keys and values of running rows."""
         self._epoch += 1
         self.pool.forget()
-        if recompute:
-            for age in sorted(self.rows.ages[: self.rows.num_active].tolist(), reverse=True):
-                self._preempt_age(age)
+        rows = self.rows
+        again = [int(rows.ages[row]) for row in range(rows.num_active) if recompute or rows.is_scoring(row)]
+        for age in sorted(again, reverse=True):
+            self._preempt_age(age)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run: nothing is in flight."""
@@ -96,28 +109,43 @@ class Scheduler:
         return self._plan() if self.rows.num_active else None
 
     def record(
-        self, plan: StepPlan, logits: Tensor | None, token_ids: Int32Array, logprobs: Float32Array, version: int
+        self,
+        plan: StepPlan,
+        logits: Tensor | None,
+        token_ids: Int32Array,
+        logprobs: Float32Array,
+        scores: Float32Array,
+        version: int,
     ) -> list[Completion]:
-        """Take in what the step computed: `logits` of plan.logits_index, and a token for each of plan.sampled_rows."""
+        """Take in what the step computed: a token for each of plan.sampled_rows, a score for each of plan.scored_rows.
+
+        `logits`: those of plan.logits_index that were sampled from.
+        """
         rows = self.rows
         decoded = plan.rows[: plan.num_decode]
         rows.num_cached[decoded] += 1
         for chunk in plan.chunks:
-            rows.num_cached[chunk.row] += chunk.stop - chunk.start
+            rows.prefilled(chunk.row, chunk.stop - chunk.start, version)
+        rows.logprobs[plan.scored_rows, plan.scored_positions] = scores
         if logits is not None:
             for index in range(plan.num_decode, len(logits)):
                 self._remember_prefix(int(plan.sampled_rows[index]), logits[index])
         ended = rows.append(plan.sampled_rows, token_ids, logprobs, version)
+        ended += [
+            (chunk.row, FinishReason.LENGTH)
+            for chunk in plan.chunks
+            if rows.num_cached[chunk.row] == rows.max_lengths[chunk.row]  # nothing was to be sampled
+        ]
         # From the last row down: a released row is filled from the end.
         return [self.release(row, reason) for row, reason in sorted(ended, key=lambda pair: -pair[0])]
 
     def release(self, row: int, reason: FinishReason) -> Completion:
         rows = self.rows
-        generated = rows.generated(row)
+        generated, prompt = rows.generated(row), rows.scored_prompt(row)
         self._give_back_pages(row)
         request = rows.release(row)
         self._ids.remove(request.rollout_id)
-        return Completion(request.rollout_id, generated, reason)
+        return Completion(request.rollout_id, generated, reason, prompt)
 
     def _make_room(self) -> bool:
         """Give every row a page for its last token; False if that took a page away from another row."""
@@ -147,17 +175,20 @@ class Scheduler:
         held_back: list[_Waiting] = []
         while self._waiting and self.rows.num_active < self.rows.num_rows:
             entry = self._waiting.popleft()
-            if self._prefix_caching and entry.prefix.tobytes() in self._prefilling:
+            if self._uses_prefixes(entry.request) and entry.prefix.tobytes() in self._prefilling:
                 held_back.append(entry)  # a sibling is computing this prefix: use it in a moment
             elif not self._try_admit(entry):
                 self._waiting.appendleft(entry)
                 break
         self._waiting.extendleft(reversed(held_back))
 
+    def _uses_prefixes(self, request: GenerationRequest) -> bool:
+        return self._prefix_caching and not request.score_prompt
+
     def _try_admit(self, entry: _Waiting) -> bool:
         """Give the request a row and pages for its whole prefix, if there is room."""
         pool, prefix = self.pool, entry.prefix
-        known = pool.find(prefix) if self._prefix_caching else None
+        known = pool.find(prefix) if self._uses_prefixes(entry.request) else None
         end = known.end if known else None
         # Without the logits of its end, the last token of the prefix must be computed again.
         shared = (
@@ -185,7 +216,7 @@ class Scheduler:
                 self._copies.append((end.page, new_pages[0]))
         else:
             self.rows.num_cached[row] = len(shared) * pool.page_size
-            if self._prefix_caching:
+            if self._uses_prefixes(entry.request):
                 self._prefilling.add(prefix.tobytes())
         return True
 
@@ -207,7 +238,9 @@ class Scheduler:
             chunk
             for chunk in chunks
             if chunk.first_position + chunk.stop - chunk.start == rows.prefix_lengths[chunk.row]
+            and rows.max_lengths[chunk.row] > rows.prefix_lengths[chunk.row]
         ]
+        scored = self._scored(positions, chunks)
         ready, self._cached_logits = self._cached_logits, []
         plan = StepPlan(
             token_ids=rows.token_ids[all_rows, positions].astype(np.int64),
@@ -221,8 +254,10 @@ class Scheduler:
                 [decoding, np.array([*(chunk.row for chunk in finished), *(row for row, _ in ready)], np.int64)]
             ),
             logits_index=np.concatenate(
-                [np.arange(len(decoding)), np.array([chunk.stop - 1 for chunk in finished], np.int64)]
+                [np.arange(len(decoding)), np.array([chunk.stop - 1 for chunk in finished], np.int64), scored]
             ),
+            scored_rows=all_rows[scored],
+            scored_positions=positions[scored] + 1,
             cached_logits=tuple(logits for _, logits in ready),
             copies=tuple(self._copies),
         )
@@ -234,12 +269,26 @@ class Scheduler:
         rows = self.rows
         prefilling = np.flatnonzero(missing > 0)
         start, stop = num_decode, max(self._max_batched_tokens, num_decode + self.pool.page_size)
+        num_scorable = self._max_scored_tokens
         for row in prefilling[np.argsort(rows.ages[prefilling])].tolist():
             if start == stop:
                 return
             end = min(start + int(missing[row]), stop)
-            yield Chunk(row, start, end, int(rows.num_cached[row]))
+            if rows.is_scoring(row):
+                end = min(end, start + num_scorable)
+                num_scorable -= end - start
+            if start < end:
+                yield Chunk(row, start, end, int(rows.num_cached[row]))
             start = end
+
+    def _scored(self, positions: Int64Array, chunks: Sequence[Chunk]) -> Int64Array:
+        """Which of the step's tokens have a prompt token after them that is to be scored."""
+        scored = [np.zeros(0, np.int64)]
+        for chunk in chunks:
+            if self.rows.is_scoring(chunk.row):
+                read = np.arange(chunk.start, chunk.stop)
+                scored.append(read[positions[read] < self.rows.prompt_lengths[chunk.row] - 1])
+        return np.concatenate(scored)
 
     def _remember_prefix(self, row: int, logits: Tensor) -> None:
         """A prefill is complete: siblings may use it, if one version of the weights computed it."""

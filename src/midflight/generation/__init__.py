@@ -11,4 +11,5 @@ openai_routes.py   /v1/completions, /v1/chat/completions, /v1/models
 control_routes.py  abort, pause, resume, health, metrics, weights
 server.py          the application
 client.py          a Generator that is somewhere else
+reference.py       a Reference that is somewhere else
 """

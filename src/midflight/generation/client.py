@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STEP_S = 0.05
 # Shorter than any server's patience with an idle connection, so that none is used just as it is closed.
-_KEEPALIVE_S = 2.0
+KEEPALIVE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class HTTPGenerator:
         self._running: dict[RolloutId, _Running] = {}
         self._changed = threading.Condition()
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
-        limits = httpx.Limits(keepalive_expiry=_KEEPALIVE_S)
+        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
         # A proxy of the environment is not meant for the machines of a run.
         options: dict[str, Any] = {
             "base_url": base_url, "headers": headers, "timeout": timeout_s, "limits": limits, "trust_env": False
@@ -225,10 +225,10 @@ class HTTPGenerator:
         try:
             response = self._control.request(method, path, json=body, timeout=timeout)
             if not response.is_success:
-                raise _refusal(response)
+                raise refusal_of(response)
             return response.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise GenerationLostError(f"{self._control.base_url.join(path)}: {_reason(error)}") from error
+            raise GenerationLostError(f"{self._control.base_url.join(path)}: {reason_of(error)}") from error
 
     async def _open_all(self, requests: Sequence[GenerationRequest]) -> None:
         opened = await asyncio.gather(*map(self._open, requests), return_exceptions=True)
@@ -254,9 +254,9 @@ class HTTPGenerator:
             if response.is_success:
                 return response
             await response.aread()
-            raise _refusal(response)
+            raise refusal_of(response)
         except (httpx.HTTPError, ValueError, TimeoutError) as error:
-            raise GenerationLostError(f"{http_request.url}: {_reason(error)}") from error
+            raise GenerationLostError(f"{http_request.url}: {reason_of(error)}") from error
 
     async def _read(self, running: _Running, response: httpx.Response) -> None:
         failure: MidflightError = GenerationLostError(f"{response.url}: the stream broke off")
@@ -267,7 +267,7 @@ class HTTPGenerator:
         except GenerationError as error:
             failure = error
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            failure = GenerationLostError(f"{response.url}: {_reason(error)}")
+            failure = GenerationLostError(f"{response.url}: {reason_of(error)}")
         finally:
             self._lose([running], failure)  # says nothing to one that has ended
             await response.aclose()
@@ -304,6 +304,8 @@ def _body(request: GenerationRequest, chunk_tokens: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"chunk_tokens": chunk_tokens},
     }
+    if request.score_prompt:
+        body["echo"] = True  # the server says that a stream cannot have it
     if generated:
         body["generated"] = {
             "token_ids": generated.token_ids.tolist(),
@@ -313,7 +315,7 @@ def _body(request: GenerationRequest, chunk_tokens: int) -> dict[str, Any]:
     return body
 
 
-def _refusal(response: httpx.Response) -> MidflightError:
+def refusal_of(response: httpx.Response) -> MidflightError:
     """The server's error as our own. Raises: ValueError if it is not in the OpenAI shape."""
     try:
         error = response.json()["error"]
@@ -325,5 +327,6 @@ def _refusal(response: httpx.Response) -> MidflightError:
     return RequestError(message) if response.status_code < 500 else GenerationError(message)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Not every exception has a text."""
     return str(error) or type(error).__name__

@@ -35,6 +35,7 @@ class Progress:
     rollout_id: RolloutId
     generated: GeneratedTokens
     finish_reason: FinishReason | None
+    prompt: GeneratedTokens | None = None  # with the last of them, if it was to be scored
 
 
 Listener = Callable[[Progress | GenerationError], None]
@@ -221,15 +222,20 @@ class GeneratorDriver:
     def _end(self, completion: Completion) -> None:
         listening = self._listening.pop(completion.rollout_id)
         rest = completion.generated.part(listening.num_seen)
-        self._tell(completion.rollout_id, listening, rest, completion.finish_reason)
+        self._tell(completion.rollout_id, listening, rest, completion.finish_reason, completion.prompt)
 
     def _tell(
-        self, rollout_id: RolloutId, listening: _Listening, new: GeneratedTokens, reason: FinishReason | None
+        self,
+        rollout_id: RolloutId,
+        listening: _Listening,
+        new: GeneratedTokens,
+        reason: FinishReason | None,
+        prompt: GeneratedTokens | None = None,
     ) -> None:
         before = max(listening.num_seen, listening.num_resumed)
         listening.num_seen += len(new)
         self.counters.generated_tokens += max(0, listening.num_seen - before)
-        listening.listener(Progress(rollout_id, new, reason))
+        listening.listener(Progress(rollout_id, new, reason, prompt))
 
     def _finish_update(self) -> None:
         if self._update is None or self._generator.update_pending:

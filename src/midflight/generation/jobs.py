@@ -27,6 +27,7 @@ class Part:
     text: str
     generated: GeneratedTokens
     finish_reason: FinishReason | None
+    prompt: GeneratedTokens | None = None  # scored, with the last one
 
 
 class _Assembly:
@@ -58,7 +59,7 @@ class _Assembly:
         return self._part(progress, text)
 
     def _part(self, progress: Progress, text: str) -> Part:
-        return Part(self._index, progress.rollout_id, text, progress.generated, progress.finish_reason)
+        return Part(self._index, progress.rollout_id, text, progress.generated, progress.finish_reason, progress.prompt)
 
 
 class Job:

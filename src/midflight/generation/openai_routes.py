@@ -14,7 +14,7 @@ from midflight.errors import GenerationError
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
 from midflight.generation.jobs import Job, Jobs, Part
 from midflight.generation.replies import ChatReply, CompletionReply, Reply, joined, usage_of
-from midflight.generation.request_parsing import ServedModel, Tokenizing, generation_requests
+from midflight.generation.request_parsing import ServedModel, Tokenizing, check_echo, generation_requests
 from midflight.generation.schemas import (
     ChatRequest,
     ChatResponse,
@@ -37,30 +37,39 @@ def openai_router(model: ServedModel, jobs: Jobs) -> APIRouter:
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text or a list of token ids."""
-        prompt = await text.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        reply = CompletionReply(model.name, body, prompt, text)
-        return await _answer(model, jobs, request, reply, body.max_tokens)
+        """Continue a text or a list of token ids, or several such lists; with `echo`, say how likely they are."""
+        check_echo(body)
+        reply = CompletionReply(model.name, body, await _prompts(body, text), text)
+        return await _answer(model, jobs, request, reply, body.max_tokens, echo=bool(body.echo))
 
     @router.post("/v1/chat/completions", response_model=ChatResponse, responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; the model's own chat template makes it a prompt."""
-        prompt = await text.encode_chat(body.messages)
-        reply = ChatReply(model.name, body, prompt, text)
+        reply = ChatReply(model.name, body, [await text.encode_chat(body.messages)], text)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _answer(model, jobs, request, reply, max_tokens)
 
     @router.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
         """The one model that is served."""
-        return ModelList(data=[Model(id=model.name)])
+        limits = {"max_length": model.max_length, "max_choices": model.max_samples}
+        return ModelList(data=[Model(id=model.name, vocab_size=model.vocab_size, **limits)])
 
     return router
 
 
-async def _answer(model: ServedModel, jobs: Jobs, request: Request, reply: Reply, max_tokens: int | None) -> Response:
+async def _prompts(body: CompletionRequest, text: Tokenizing) -> list[list[int]]:
+    if isinstance(body.prompt, str):
+        return [await text.encode(body.prompt)]
+    several = [each for each in body.prompt if isinstance(each, list)]
+    return several or [[each for each in body.prompt if isinstance(each, int)]]
+
+
+async def _answer(
+    model: ServedModel, jobs: Jobs, request: Request, reply: Reply, max_tokens: int | None, *, echo: bool = False
+) -> Response:
     body = reply.body
-    requests = generation_requests(model, body, reply.prompt, max_tokens)
+    requests = generation_requests(model, body, reply.prompts, max_tokens, score_prompts=echo)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(stop):
         raise ApiError(400, "stop: an empty string would end every response at once", param="stop")
@@ -88,7 +97,7 @@ async def _whole(start: Awaitable[Job], reply: Reply) -> str:
     finally:
         job.close()
     in_order = [parts[index] for index in sorted(parts)]
-    return reply.response(in_order, usage_of(reply.prompt, sum(len(part.generated) for part in in_order)))
+    return reply.response(in_order, usage_of(reply.prompts, sum(len(part.generated) for part in in_order)))
 
 
 async def _events(job: Job, reply: Reply, include_usage: bool) -> AsyncIterator[str]:
@@ -102,7 +111,7 @@ async def _events(job: Job, reply: Reply, include_usage: bool) -> AsyncIterator[
         yield f"data: {ErrorResponse(error=as_api_error(error).detail).model_dump_json()}\n\n"
         return
     if include_usage:
-        yield f"data: {reply.chunk([], usage_of(reply.prompt, num_tokens))}\n\n"
+        yield f"data: {reply.chunk([], usage_of(reply.prompts, num_tokens))}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -36,11 +36,11 @@ from midflight.types import Float32Array, GeneratedTokens
 class Reply(ABC):
     """How parts become a response or chunks of one."""
 
-    def __init__(self, model: str, body: GenerationOptions, prompt: Sequence[int], text: Tokenizing) -> None:
-        self.body, self.prompt, self.text = body, prompt, text
+    def __init__(self, model: str, body: GenerationOptions, prompts: Sequence[Sequence[int]], text: Tokenizing) -> None:
+        self.body, self.prompts, self.text = body, prompts, text
         self._common: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         if body.return_token_ids:
-            self._common["prompt_token_ids"] = list(prompt)
+            self._common["prompt_token_ids"] = list(prompts[0] if len(prompts) == 1 else prompts)
 
     @abstractmethod
     def response(self, parts: Sequence[Part], usage: Usage | None) -> str: ...
@@ -68,7 +68,8 @@ class CompletionReply(Reply):
 
     def response(self, parts: Sequence[Part], usage: Usage | None) -> str:
         choices = [
-            TextChoice(**self._fields(part), text=part.text, logprobs=self._text_logprobs(part)) for part in parts
+            TextChoice(**self._fields(part), text=part.text, logprobs=self._text_logprobs(part))
+            for part in map(self._with_prompt, parts)
         ]
         return CompletionResponse(**self._common, choices=choices, usage=usage).model_dump_json()
 
@@ -76,6 +77,14 @@ class CompletionReply(Reply):
         chunk = self.response(parts, usage)
         self._common.pop("prompt_token_ids", None)  # once is enough
         return chunk
+
+    def _with_prompt(self, part: Part) -> Part:
+        """Unchanged if there is nothing to echo: the prompt of an aborted request may not have been scored."""
+        if part.prompt is None:
+            return part
+        prompt = self.body.prompt
+        text = prompt if isinstance(prompt, str) else self.text.decode(part.prompt.token_ids.tolist())
+        return joined(replace(part, text=text, generated=part.prompt), part)
 
     def _text_logprobs(self, part: Part) -> TextLogprobs | None:
         if self.body.logprobs is None:
@@ -87,8 +96,8 @@ class CompletionReply(Reply):
 class ChatReply(Reply):
     body: ChatRequest
 
-    def __init__(self, model: str, body: ChatRequest, prompt: Sequence[int], text: Tokenizing) -> None:
-        super().__init__(model, body, prompt, text)
+    def __init__(self, model: str, body: ChatRequest, prompts: Sequence[Sequence[int]], text: Tokenizing) -> None:
+        super().__init__(model, body, prompts, text)
         self._begun: set[int] = set()  # choices whose role has been sent
 
     def response(self, parts: Sequence[Part], usage: Usage | None) -> str:
@@ -131,5 +140,6 @@ def joined(first: Part, second: Part) -> Part:
     return replace(second, text=first.text + second.text, generated=GeneratedTokens(*arrays))
 
 
-def usage_of(prompt: Sequence[int], num_tokens: int) -> Usage:
-    return Usage(prompt_tokens=len(prompt), completion_tokens=num_tokens, total_tokens=len(prompt) + num_tokens)
+def usage_of(prompts: Sequence[Sequence[int]], num_tokens: int) -> Usage:
+    num_read = sum(map(len, prompts))
+    return Usage(prompt_tokens=num_read, completion_tokens=num_tokens, total_tokens=num_read + num_tokens)

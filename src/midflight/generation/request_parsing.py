@@ -7,13 +7,19 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from midflight.generation.http_errors import ApiError
-from midflight.generation.schemas import NUM_ROLLOUT_IDS, ChatMessage, Generated, GenerationOptions
+from midflight.generation.schemas import (
+    NUM_ROLLOUT_IDS,
+    ChatMessage,
+    CompletionRequest,
+    Generated,
+    GenerationOptions,
+)
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
 
 
@@ -24,6 +30,7 @@ class ServedModel:
     name: str
     tokenizer: Any
     vocab_size: int
+    max_length: int  # of prompt and response
     max_tokens: int  # per response
     max_samples: int  # per request
 
@@ -71,26 +78,43 @@ class Tokenizing:
 
 
 def generation_requests(
-    model: ServedModel, body: GenerationOptions, prompt: Sequence[int], max_tokens: int | None
+    model: ServedModel,
+    body: GenerationOptions,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    *,
+    score_prompts: bool = False,
 ) -> list[GenerationRequest]:
-    """Raises: ApiError naming the field and the number that does not fit."""
+    """One for each choice: the samples of the first prompt, then those of the second.
+
+    Raises: ApiError naming the field and the number that does not fit.
+    """
     num_samples = body.n or 1
+    num_choices = num_samples * len(prompts)
     if body.model not in (None, model.name):
         raise ApiError(
             404, f"there is no model {body.model!r}, only {model.name!r}", param="model", code="model_not_found"
         )
     if num_samples > model.max_samples:
         raise ApiError(400, f"n is {num_samples}, not 1 to {model.max_samples}", param="n")
-    if body.generated and num_samples > 1:
-        raise ApiError(400, f"n is {num_samples}, but only one sample can go on after `generated`", param="n")
-    if body.rollout_id is not None and body.rollout_id + num_samples > NUM_ROLLOUT_IDS:
+    if num_choices > model.max_samples:
+        raise ApiError(
+            400,
+            f"prompt: {len(prompts)} prompts times n are {num_choices}, not 1 to {model.max_samples}",
+            param="prompt",
+        )
+    if body.generated and num_choices > 1:
+        name, number = ("n", num_samples) if num_samples > 1 else ("prompt", len(prompts))
+        raise ApiError(400, f"{name} is {number}, but only one sample can go on after `generated`", param=name)
+    if body.rollout_id is not None and body.rollout_id + num_choices > NUM_ROLLOUT_IDS:
         raise ApiError(400, f"rollout_id + n is above {NUM_ROLLOUT_IDS}", param="rollout_id")
     stop_token_ids = body.stop_token_ids
     if stop_token_ids is None:
         stop_token_ids = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
     generated = _generated_tokens(body.generated) if body.generated else None
     _check_token_ids("stop_token_ids", stop_token_ids, model.vocab_size)
-    _check_token_ids("prompt", prompt, model.vocab_size)
+    for prompt in prompts:
+        _check_token_ids("prompt", prompt, model.vocab_size)
     if generated:
         _check_token_ids("generated.token_ids", generated.token_ids.tolist(), model.vocab_size)
     sampling = SamplingParams(
@@ -102,10 +126,34 @@ def generation_requests(
         min_p=body.min_p or 0.0,
     )
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    prompt_token_ids = np.array(prompt, np.int32)
-    first = _own_rollout_id(seed, prompt_token_ids) if body.rollout_id is None else RolloutId(body.rollout_id)
-    request = GenerationRequest(first, prompt_token_ids, sampling, seed, generated)
-    return [replace(request, rollout_id=RolloutId(first + index)) for index in range(num_samples)]
+    arrays = [np.array(prompt, np.int32) for prompt in prompts]
+    first = _own_rollout_id(seed, arrays) if body.rollout_id is None else RolloutId(body.rollout_id)
+    return [
+        GenerationRequest(
+            RolloutId(first + index), arrays[index // num_samples], sampling, seed, generated, score_prompts
+        )
+        for index in range(num_choices)
+    ]
+
+
+def check_echo(body: CompletionRequest) -> None:
+    """Raises: ApiError if the request asks for a scored prompt and for something that does not go with it."""
+    if not body.echo:
+        if body.max_tokens == 0:
+            raise ApiError(400, "max_tokens: 0 needs echo = true, which scores the prompt", param="max_tokens")
+        return
+    refused = {
+        "stream": "its answer comes whole",
+        "stop": "stop_token_ids would work",
+        "generated": "all of a sequence can be the prompt",
+        "top_k": "prompts are scored by the whole distribution",
+        "top_p": "prompts are scored by the whole distribution",
+        "min_p": "prompts are scored by the whole distribution",
+    }
+    for name, instead in refused.items():
+        value = getattr(body, name)
+        if value and not (name == "top_p" and value == 1):
+            raise ApiError(400, f"{name}: not with echo; {instead}", param=name)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -114,9 +162,10 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise ApiError(400, f"{field}: token id {worst} is not in 0 to {vocab_size - 1}", param=field)
 
 
-def _own_rollout_id(seed: int, prompt: Int32Array) -> RolloutId:
-    """The same for the same seed and prompt, so that a seed alone makes a request repeatable."""
-    digest = hashlib.blake2b(seed.to_bytes(9, "little", signed=True) + prompt.tobytes(), digest_size=6).digest()
+def _own_rollout_id(seed: int, prompts: Sequence[Int32Array]) -> RolloutId:
+    """The same for the same seed and prompts, so that a seed alone makes a request repeatable."""
+    tokens = b"".join(prompt.tobytes() for prompt in prompts)
+    digest = hashlib.blake2b(seed.to_bytes(9, "little", signed=True) + tokens, digest_size=6).digest()
     return RolloutId(NUM_ROLLOUT_IDS + int.from_bytes(digest, "little"))
 
 

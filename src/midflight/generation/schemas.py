@@ -68,9 +68,12 @@ class GenerationOptions(Wire):
 
 
 class CompletionRequest(GenerationOptions):
-    prompt: str | list[TokenId]
-    max_tokens: int | None = Field(None, ge=1, description="default: the most the server allows")
+    prompt: str | list[TokenId] | list[list[TokenId]]
+    max_tokens: int | None = Field(
+        None, ge=0, description="default: the most the server allows; 0 with echo: only score the prompt"
+    )
     logprobs: int | None = Field(None, ge=0, le=1, description="0 or 1: give the sampled tokens' logprobs")
+    echo: bool | None = Field(None, description="the prompt comes first, its tokens scored like sampled ones")
 
 
 class TextPart(Wire):
@@ -124,7 +127,7 @@ class Usage(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Per token; null where it is not a number."""
+    """Per token; null where it is not a number, and for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -145,7 +148,7 @@ class Choice(BaseModel):
     index: int
     finish_reason: Literal["stop", "length", "abort"] | None = None
     rollout_id: int
-    weight_versions: list[int] = Field(description="per token, the weight version that sampled it")
+    weight_versions: list[int] = Field(description="per token, the weight version that sampled or scored it")
     token_ids: list[int] | None = None
 
 
@@ -174,7 +177,7 @@ class Response(BaseModel):
     created: int = Field(description="seconds since 1970")
     model: str
     usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | list[list[int]] | None = Field(None, description="a list per prompt if several came")
 
 
 class CompletionResponse(Response):
@@ -230,6 +233,9 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "midflight"
+    vocab_size: int = Field(description="token ids are below this")
+    max_length: int = Field(description="most tokens of a prompt and its response together")
+    max_choices: int = Field(description="most choices of one request: its prompts times n")
 
 
 class ModelList(BaseModel):

@@ -23,7 +23,8 @@ from midflight.config.schedules import (
 )
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
-from midflight.errors import ModelError, RecipeError
+from midflight.errors import MidflightError, ModelError, RecipeError
+from midflight.generation.reference import HTTPReference
 from midflight.launch.environments import build_environment
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
 from midflight.preprocess.advantages import ADVANTAGES
@@ -122,7 +123,10 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
 
 
 def build_reference(recipe: Recipe) -> Reference:
-    path = recipe.reference.path or recipe.model.path
+    """Raises: ModelError if it cannot be loaded, GenerationLostError if it cannot be reached."""
+    path, url = recipe.reference.path or recipe.model.path, recipe.reference.url
+    if url:
+        return HTTPReference(url, recipe.sampling.temperature)
     return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
 
 
@@ -151,6 +155,15 @@ def check_recipe(recipe: Recipe) -> None:
     Raises: RecipeError, ModelError.
     """
     check_device("trainer", recipe.trainer.device)
+    check_evaluation(recipe)
+    _check_reference(recipe)
+
+
+def check_evaluation(recipe: Recipe) -> None:
+    """The part of it that is about generating and grading.
+
+    Raises: RecipeError, ModelError.
+    """
     tokenizer = check_model(recipe)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {recipe.model.path} has no end-of-sequence token: no response could end")
@@ -172,6 +185,37 @@ def check_model(recipe: Recipe) -> Any:
     check_model_directory(path)
     check_engine_runs(load_config(path))
     return load_tokenizer(path)
+
+
+def _check_reference(recipe: Recipe) -> None:
+    if recipe.loss.kl_coefficient is None:
+        return
+    path, url = recipe.reference.path, recipe.reference.url
+    if path:
+        check_model_directory(path, "reference.path")
+        _check_vocabulary(recipe, f"reference.path: {path}", load_config(path).vocab_size)
+    if url:
+        try:
+            with HTTPReference(url, recipe.sampling.temperature) as reference:
+                limits = reference.limits
+        except MidflightError as error:
+            raise RecipeError(f"reference.url: {error}") from error
+        _check_vocabulary(recipe, f"reference.url: the model of {url}", limits.vocab_size)
+        longest = recipe.engine.max_prompt_tokens + recipe.sampling.max_tokens
+        if limits.max_length < longest:
+            raise RecipeError(
+                f"reference.url: {url} takes sequences of up to {limits.max_length} tokens, and"
+                f" engine.max_prompt_tokens + sampling.max_tokens = {longest}"
+            )
+
+
+def _check_vocabulary(recipe: Recipe, reference: str, vocab_size: int) -> None:
+    expected = load_config(recipe.model.path).vocab_size
+    if vocab_size != expected:
+        raise ModelError(
+            f"{reference} has a vocabulary of {vocab_size} tokens, and that of model.path = {recipe.model.path} has"
+            f" {expected}: their probabilities cannot be compared"
+        )
 
 
 def _check_tokenizer_fits(recipe: Recipe, environment: Environment, tokenizer: Any, path: Path) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from midflight.types import Microbatch
+from midflight.types import Int64Array, Microbatch
 
 PACKED_ATTENTION = "midflight_packed"
 # Bucket boundaries grow by this factor: at most a quarter of a padded row is padding.
@@ -49,7 +48,7 @@ class PackedSequences:
         padded_index, previous_index = np.empty(num_tokens, np.int64), np.full(num_tokens, -1, np.int64)
         buckets: list[Bucket] = []
         num_padded = 0
-        for members in _by_similar_length(_sequences(microbatch)):
+        for members in _by_similar_length(microbatch.sequence_positions()):
             max_length = max(len(prefix) + len(own) for prefix, own in members)
             rows = np.zeros((len(members), max_length), np.int64)
             for row, (prefix, own) in enumerate(members):
@@ -65,18 +64,7 @@ class PackedSequences:
         )
 
 
-Sequences = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
-
-
-def _sequences(microbatch: Microbatch) -> Sequences:
-    """Where the shared prefix and the own tokens of each trajectory stand."""
-    ends = np.cumsum(microbatch.sequence_lengths, dtype=np.int64)
-    return [
-        (np.arange(start, start + shared, dtype=np.int64), np.arange(end - length, end, dtype=np.int64))
-        for end, length, start, shared in zip(
-            ends, microbatch.sequence_lengths, microbatch.prefix_starts, microbatch.prefix_lengths, strict=True
-        )
-    ]
+Sequences = list[tuple[Int64Array, Int64Array]]
 
 
 def _by_similar_length(sequences: Sequences) -> list[Sequences]:

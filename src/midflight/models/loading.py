@@ -16,15 +16,18 @@ from midflight.errors import ModelError
 from midflight.models.attention import PACKED_ATTENTION
 
 
-def check_model_directory(path: Path) -> None:
-    """Raises: ModelError if the directory or one of the files every model needs is missing. Reads no weights."""
+def check_model_directory(path: Path, key: str = "model.path") -> None:
+    """`key`: of the recipe, where the path is from.
+
+    Raises: ModelError if the directory or one of the files every model needs is missing. Reads no weights.
+    """
     if not path.is_dir():
-        raise ModelError(f"model.path: there is no directory {path}")
+        raise ModelError(f"{key}: there is no directory {path}")
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
     if not any(path.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
-        raise ModelError(f"model.path: {path} has no {', no '.join(missing)}")
+        raise ModelError(f"{key}: {path} has no {', no '.join(missing)}")
 
 
 def load_config(path: Path) -> Any:

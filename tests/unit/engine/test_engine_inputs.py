@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
 from midflight.types import GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
 
-FOUR_TOKENS = SamplingParams(4)
+FOUR_TOKENS, NO_TOKENS = SamplingParams(4), SamplingParams(0)
 
 
 def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_generated: int = 0):
@@ -23,6 +25,10 @@ def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_gener
     )
 
 
+def scored(prompt: list[int], sampling: SamplingParams = NO_TOKENS):
+    return replace(request(prompt, sampling), score_prompt=True)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -31,6 +37,11 @@ def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_gener
         (request([2, 44]), "outside 0 to 43"),
         (request([-1]), "outside 0 to 43"),
         (request([2], SamplingParams(0)), "max_tokens is 0"),
+        (scored([]), "0 tokens, not 1 to 56"),
+        (scored([2] * 57), "57 tokens, not 1 to 56"),
+        (scored([2] * 33, SamplingParams(1)), "33 tokens, not 1 to 32"),
+        (scored([2], SamplingParams(0, top_k=3)), "scored without top_k, top_p and min_p"),
+        (scored([2], SamplingParams(0, temperature=1e-9)), "temperature is 1e-09"),
         (request([2], SamplingParams(25)), "max_tokens is 25, not 1 to 24"),
         (request([2], SamplingParams(4, temperature=-0.5)), "temperature is -0.5"),
         (request([2], SamplingParams(4, temperature=float("nan"))), "temperature is nan"),

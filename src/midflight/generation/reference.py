@@ -1,0 +1,198 @@
+"""A Reference that is somewhere else: a server that scores prompts over the HTTP contract.
+
+consumes       answers to /v1/completions with `echo`
+waits for      the scores of a whole microbatch, over a few connections at once
+unblocked by   them; a server that stays away for as long as it is asked again
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+
+from midflight.errors import GenerationError, GenerationLostError, MidflightError
+from midflight.generation.client import KEEPALIVE_S, reason_of, refusal_of
+from midflight.generation.schemas import CompletionResponse, ModelList, TextChoice
+from midflight.types import Float32Array, Int32Array, Microbatch
+
+# Before each of the attempts after the first, seconds: about as long as a server takes to start again.
+DEFAULT_BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+DEFAULT_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S = 10.0
+# Of one request, unless a single sequence has more: far from any limit on bodies, and an answer comes before a timeout.
+_MAX_REQUEST_TOKENS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server can score."""
+
+    vocab_size: int
+    max_length: int  # of a sequence, tokens
+    max_choices: int  # sequences in one request
+
+
+class HTTPReference:
+    """Implements Reference over a server. Close it, or use it in a `with` block.
+
+    A request that a lost connection took with it is made again after each of `backoff_s`. `timeout_s`: for an answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        temperature: float,
+        *,
+        num_connections: int = 4,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        backoff_s: Sequence[float] = DEFAULT_BACKOFF_S,
+    ) -> None:
+        """`temperature`: of the sampling distribution, which log-probabilities are of.
+
+        Raises: GenerationLostError if the server cannot be reached, or is none that scores prompts.
+        """
+        self._url, self._temperature = url.rstrip("/"), temperature
+        self._num_connections, self._backoff_s = num_connections, backoff_s
+        self._version: int | None = None
+        try:
+            # A proxy of the environment is not meant for the machines of a run.
+            self._http = httpx.Client(
+                base_url=self._url,
+                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
+                limits=httpx.Limits(max_connections=num_connections, keepalive_expiry=KEEPALIVE_S),
+                trust_env=False,
+            )
+        except httpx.InvalidURL as error:
+            raise GenerationLostError(f"{self._url} is no URL: {error}") from error
+        try:
+            self.limits = self._read_limits()
+        except BaseException:
+            self._http.close()
+            raise
+
+    def logprobs(self, microbatch: Microbatch) -> Float32Array:
+        """Raises: GenerationLostError if the server stays away; GenerationError if it fails or has new weights."""
+        positions = microbatch.sequence_positions()
+        sequences = [microbatch.token_ids[np.concatenate(parts)] for parts in positions]
+        with ThreadPoolExecutor(self._num_connections, thread_name_prefix="reference") as pool:
+            answers = pool.map(self._score, self._requests(sequences))
+            scores = [each for answer in answers for each in answer]
+        logprobs = np.zeros(len(microbatch.token_ids), np.float32)
+        for (prefix, own), scored in zip(positions, scores, strict=True):
+            logprobs[own] = scored[len(prefix) :]
+        logprobs[~microbatch.loss_mask] = 0
+        return logprobs
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _requests(self, sequences: Sequence[Int32Array]) -> Iterator[list[Int32Array]]:
+        """As many sequences in each as keep all connections busy, or as the server takes."""
+        most = min(self.limits.max_choices, math.ceil(len(sequences) / self._num_connections))
+        request: list[Int32Array] = []
+        for sequence in sequences:
+            num_tokens = sum(map(len, request)) + len(sequence)
+            if request and (len(request) == most or num_tokens > _MAX_REQUEST_TOKENS):
+                yield request
+                request = []
+            request.append(sequence)
+        yield request
+
+    def _score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+        """Log-probabilities of every token; NaN for the first of each sequence."""
+        body = {
+            "prompt": [sequence.tolist() for sequence in sequences],
+            "echo": True,
+            "max_tokens": 0,
+            "logprobs": 0,
+            "temperature": self._temperature,
+        }
+        for wait_s in (*self._backoff_s, None):
+            try:
+                choices = self._choices(self._call("POST", "/v1/completions", body))
+            except _ConnectionLostError as error:
+                if wait_s is None:
+                    raise GenerationLostError(f"the reference at {self._url} was lost: {error}") from error
+                time.sleep(wait_s)
+            else:
+                return [self._logprobs(choice, sequence) for choice, sequence in zip(choices, sequences, strict=True)]
+        raise AssertionError("the last attempt either succeeds or raises")
+
+    def _choices(self, response: httpx.Response) -> list[TextChoice]:
+        try:
+            choices = CompletionResponse.model_validate_json(response.content).choices
+        except ValueError as error:
+            raise self._not_ours(response) from error
+        if any(choice.finish_reason == "abort" for choice in choices):  # as when a server is stopped
+            raise _ConnectionLostError("it stopped")
+        return choices
+
+    def _logprobs(self, choice: TextChoice, sequence: Int32Array) -> Float32Array:
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        if len(logprobs) != len(sequence):
+            raise GenerationError(
+                f"the reference at {self._url} scored {len(logprobs)} of the {len(sequence)} tokens of a sequence"
+            )
+        for version in choice.weight_versions:
+            if self._version is None:
+                self._version = version
+            elif version != self._version:
+                raise GenerationError(
+                    f"the weights of the reference at {self._url} changed from version {self._version} to {version};"
+                    " nobody may update a reference"
+                )
+        return np.array([math.nan if each is None else each for each in logprobs], np.float32)
+
+    def _read_limits(self) -> ServerLimits:
+        try:
+            response = self._call("GET", "/v1/models")
+        except _ConnectionLostError as error:
+            raise GenerationLostError(f"{self._url} cannot be reached: {error}") from error
+        try:
+            (model,) = ModelList.model_validate_json(response.content).data
+        except ValueError as error:
+            raise self._not_ours(response) from error
+        return ServerLimits(model.vocab_size, model.max_length, model.max_choices)
+
+    def _call(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Raises: _ConnectionLostError if it may be better next time, MidflightError if not."""
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.ReadTimeout as error:
+            waited_s = self._http.timeout.read
+            raise GenerationLostError(f"the reference at {self._url} did not answer within {waited_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise _ConnectionLostError(reason_of(error)) from error
+        if not response.is_success:
+            raise self._refusal(response)
+        return response
+
+    def _refusal(self, response: httpx.Response) -> MidflightError:
+        try:
+            refusal = refusal_of(response)
+        except ValueError:
+            return self._not_ours(response)
+        return type(refusal)(f"{response.url}: {refusal}")
+
+    def _not_ours(self, response: httpx.Response) -> GenerationLostError:
+        return GenerationLostError(f"{response.url} does not answer like a `midflight serve`")
+
+
+class _ConnectionLostError(Exception):
+    """The server is not there, or is going."""

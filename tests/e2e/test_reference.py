@@ -1,0 +1,106 @@
+"""A run whose reference model is served by another process, as a user types it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from midflight.metrics.jsonl import read_metrics
+from midflight.testing.tiny_models import tiny_model
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+MODEL = RECIPE.parent / "models" / "chain_sums"
+SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=0", "engine.threads=1")
+WITH_KL = ("loss.kl_coefficient=0.01",)
+
+Serve = Callable[..., tuple[subprocess.Popen[str], str]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts `midflight serve`: the process and its URL."""
+    with ExitStack() as stack:
+
+        def start(*overrides: str) -> tuple[subprocess.Popen[str], str]:
+            command = [sys.executable, "-m", "midflight", "serve", str(RECIPE), "serve.port=0", "engine.threads=1"]
+            process = subprocess.Popen([*command, *overrides], stdout=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            assert process.stdout
+            return process, process.stdout.readline().removeprefix("serving at ").strip()
+
+        yield start
+
+
+def train(run: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "midflight", "train", str(RECIPE), f"run.directory={run}", *SMALL, *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_served_reference_is_the_policy_before_the_first_step(serve: Serve, tmp_path: Path) -> None:
+    """And no longer after two of them."""
+    _, url = serve()
+    run = tmp_path / "run"
+    process = train(run, *WITH_KL, f"reference.url={url}", "trainer.max_steps=3")
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    first, _, third = read_metrics(run / "metrics.jsonl")
+    assert abs(first["kl/reference"]) < 1e-5
+    assert third["kl/reference"] > 1e-5
+    assert httpx.get(f"{url}/health").json()["in_flight"] == 0
+    (finished,) = re.findall(r"^midflight_requests_finished_total (\d+)", httpx.get(f"{url}/metrics").text, re.M)
+    assert int(finished) >= 3 * 16
+
+
+def test_a_reference_that_dies_ends_the_run_with_one_clear_line(serve: Serve, tmp_path: Path) -> None:
+    process, url = serve()
+    run = tmp_path / "run"
+    training = train(run, *WITH_KL, f"reference.url={url}", "trainer.max_steps=100000")
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_bytes():
+        with pytest.raises(subprocess.TimeoutExpired):
+            training.wait(0.05)
+    process.kill()
+    _, stderr = training.communicate(timeout=240)
+    assert training.returncode == 1
+    (line,) = [line for line in stderr.splitlines() if line.startswith("midflight: ")]
+    assert f"the reference at {url} was lost: " in line
+
+
+def refused(tmp_path: Path, *overrides: str) -> str:
+    process = train(tmp_path / "run", *WITH_KL, *overrides)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2, stderr
+    assert not (tmp_path / "run").exists()
+    (line,) = stderr.splitlines()
+    return line
+
+
+def test_a_server_that_does_not_fit_is_known_before_the_run(serve: Serve, tmp_path: Path) -> None:
+    _, short = serve("sampling.max_tokens=10")
+    line = refused(tmp_path, f"reference.url={short}")
+    assert line.startswith(f"midflight: reference.url: {short} takes sequences of up to ")
+    assert "engine.max_prompt_tokens + sampling.max_tokens = " in line
+
+    other = tmp_path / "other"
+    tiny_model(vocab_size=50).save_pretrained(other)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((MODEL / name).read_bytes())
+    _, url = serve(f"model.path={other}")
+    line = refused(tmp_path, f"reference.url={url}")
+    assert line.startswith(f"midflight: reference.url: the model of {url} has a vocabulary of 50 tokens, and that of ")
+    assert " has 44: " in line
+
+
+def test_nobody_at_the_url_is_one_clear_line(tmp_path: Path) -> None:
+    line = refused(tmp_path, "reference.url=http://127.0.0.1:9")
+    assert line.startswith("midflight: reference.url: http://127.0.0.1:9 cannot be reached: ")

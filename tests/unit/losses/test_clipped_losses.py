@@ -88,11 +88,11 @@ def test_gspo_gives_both_tokens_of_a_sequence_the_geometric_mean_of_their_ratios
 
     r = 4 and 0.3025, A = 2:  s = sqrt(1.21) = 1.1, s A = 2.2; each token's log pi moves log s by 1/2
     r = 0.5, A = -1:          s = 0.5, clipped: -0.8
-    loss = -(2.2 - 0.8) / 2; gradient of each of the first two -1/2 * 2.2 * 1/2 = -0.55
+    loss = -(2.2 - 0.8) / 2; gradient of each of the first two -1/2 * 2.2 * 1/2 = -0.55, whatever its own weight
     """
     behavior = tensor(-4, -1, -3)
     policy = at_ratios(tensor(4, 0.3025, 0.5), behavior)
-    inputs = inputs_of(policy, behavior, tensor(2, 2, -1), lengths=[2, 1], token_weights=tensor(0.25, 0.25, 0.5))
+    inputs = inputs_of(policy, behavior, tensor(2, 2, -1), lengths=[2, 1], token_weights=tensor(0.1, 0.4, 0.5))
     output = gspo(inputs, clip_low=0.2, clip_high=0.2)
     assert_gives(output, policy, -0.7, tensor(-0.55, -0.55, 0), tensor(0, 0, 1))
 

@@ -170,14 +170,15 @@ def test_equal_rewards_in_every_group_are_a_counted_batch_without_microbatches(
 
 
 def test_normalizing_leaves_a_group_without_advantages_without_a_gradient() -> None:
-    """The sum of the other advantages, 2/3 - 1/3 - 1/3, is not zero in floating point."""
-    rollouts = [rollout(number, 2, reward) for number, reward in enumerate([1, 0, 0, 1, 1, 1])]
-    batch = batch_of(groups_of(*rollouts, size=3), normalize_advantages=True)
-    assert loss_tokens(batch) == [100, 101, 200, 201, 300, 301]
+    """The sum of the other group's advantages, 5/6 and five times -1/6, is not zero in floating point."""
+    rollouts = [rollout(number, 2, reward) for number, reward in enumerate([1] + [0] * 5 + [1] * 6)]
+    batch = batch_of(groups_of(*rollouts, size=6), normalize_advantages=True)
+    assert loss_tokens(batch) == [100, 101, 200, 201, 300, 301, 400, 401, 500, 501, 600, 601]
     assert batch.metrics["without_gradient_fraction"] == 0.5
-    # Over the batch the mean is 0 and the standard deviation sqrt((4 + 1 + 1) / 9 / 6) = 1/3.
-    advantages = sorted(set(packed(batch)[0].advantages.tolist()))
-    np.testing.assert_allclose(advantages, [-1, 0, 2], rtol=1e-3, atol=1e-12)
+    # Over the batch the mean is 0 and the standard deviation sqrt((25 + 5) / 36 / 12) = sqrt(5 / 72).
+    advantages = sorted({each for microbatch in packed(batch) for each in microbatch.advantages.tolist()})
+    deviation = (5 / 72) ** 0.5 + 1e-4
+    np.testing.assert_allclose(advantages, [-1 / 6 / deviation, 0, 5 / 6 / deviation], rtol=1e-6, atol=1e-12)
 
 
 def test_with_a_value_function_advantages_are_not_the_batchs() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pydantic
 
 from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
@@ -41,12 +39,6 @@ class Recipe(Section):
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()
-
-    @pydantic.field_validator("loss", mode="before")
-    @classmethod
-    def name_default_loss(cls, value: Any) -> Any:
-        """An option that every loss has says nothing about which loss it is."""
-        return {"type": ReinforceConfig().type, **value} if isinstance(value, dict) else value
 
     @pydantic.model_validator(mode="after")
     def check_batches(self) -> Recipe:

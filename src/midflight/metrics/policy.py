@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from midflight.metrics.kl import k1, k3
-from midflight.metrics.segments import LAG_EDGES, NUM_POSITIONS, Int64Array, TokenOrigins, lag_buckets
-from midflight.types import Float64Array
+from midflight.metrics.segments import LAG_EDGES, NUM_POSITIONS, TokenOrigins, lag_buckets
+from midflight.types import Float64Array, Int64Array
 
 # The square of exp(300), summed over any batch, still fits a float64; so does its inverse.
 LOG_RATIO_LIMIT = 300.0

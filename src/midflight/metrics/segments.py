@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midflight.types import BoolArray, Int32Array
-
-Int64Array = npt.NDArray[np.int64]
+from midflight.types import BoolArray, Int32Array, Int64Array
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)  # optimizer steps; the least lag in each bucket, of which the last is open
 LAG_LABELS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")

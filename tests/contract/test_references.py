@@ -31,7 +31,7 @@ def trajectory(index: int, prompt: np.ndarray, response: np.ndarray, carries_los
     token_ids = np.concatenate([prompt, response]).astype(np.int32)
     loss_mask = np.concatenate([np.zeros(len(prompt), np.bool_), carries_loss])
     zeros = np.zeros(len(token_ids), np.float32)
-    return Trajectory(RolloutId(index), token_ids, loss_mask, zeros, zeros.astype(np.int32), zeros, 0.0)
+    return Trajectory(RolloutId(index), token_ids, loss_mask, zeros, zeros.astype(np.int32), zeros, 0.0, 0)
 
 
 def shared_prompts() -> Microbatch:

@@ -45,7 +45,7 @@ def trainer_logprobs(model, token_ids: np.ndarray, temperature: float = 0.7) -> 
     """Of all tokens but the first."""
     zeros = np.zeros(len(token_ids), np.float32)
     scored = np.arange(len(token_ids)) > 0
-    trajectory = Trajectory(RolloutId(0), token_ids, scored, zeros, zeros.astype(np.int32), zeros, 0.0)
+    trajectory = Trajectory(RolloutId(0), token_ids, scored, zeros, zeros.astype(np.int32), zeros, 0.0, 0)
     (microbatch,) = pack([trajectory], 1000)
     model.set_attn_implementation(PACKED_ATTENTION)
     with torch.no_grad():

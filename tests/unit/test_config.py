@@ -233,3 +233,14 @@ def test_every_key_is_described() -> None:
     assert "schedule.steps_per_rl_step" in rows
     undescribed = [key for key, description in rows.items() if not description and not key.endswith(".type")]
     assert undescribed == []
+
+
+def test_the_type_of_a_section_comes_first_whatever_the_order(recipe_file: Path) -> None:
+    loss = load_recipe(recipe_file, ["loss.clip_high=0.5", "loss.type=dapo"]).loss
+    assert (loss.type, loss.clip_high) == ("dapo", 0.5)
+
+
+def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) -> None:
+    with pytest.raises(RecipeError, match=r"max_ratio = 1.1 is less than 1 \+ clip_high = 1.2"):
+        load_recipe(recipe_file, ["loss.type=grpo", "loss.max_ratio=1.1"])
+    assert load_recipe(recipe_file, ["loss.type=cispo", "loss.max_ratio=1.1"]).loss.max_ratio == 1.1

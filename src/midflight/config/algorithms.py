@@ -64,7 +64,7 @@ class LossOptions(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of KL(policy || reference), per token")
     kl_unbiased: bool = Field(
-        True, description="weigh estimates by importance ratios: k1 and k3 then have the right gradient; false: GRPO's"
+        True, description="weigh estimates by importance ratios, so that their gradient is the KL's; false: GRPO's"
     )
     entropy_coefficient: float = Field(0.0, ge=0, description="of a bonus for the policy's entropy")
 
@@ -75,6 +75,12 @@ class LossOptions(Section):
 
     @pydantic.model_validator(mode="after")
     def check_ranges(self) -> LossOptions:
+        clip_high = getattr(self, "clip_high", 0.0)
+        if self.max_ratio < 1 + clip_high and not isinstance(self, CispoConfig):
+            raise ValueError(
+                f"max_ratio = {self.max_ratio:g} is less than 1 + clip_high = {1 + clip_high:g}: a ratio that may be as"
+                " large would be truncated before"
+            )
         for name in ("token_mask", "sequence_mask"):
             allowed = getattr(self, name)
             if allowed and not allowed[0] < 1 < allowed[1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import pydantic
 from midflight.config.recipe import Recipe
 from midflight.config.section import Section
 from midflight.errors import RecipeError
+
+_TYPE_OVERRIDE = re.compile(r"\s*\w+\.type\s*=")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -29,7 +32,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
     _anchor_paths(values, path.resolve().parent)
     _set_default_types(values)
-    for override in overrides:
+    # The type of a section comes first, whatever the order: it starts the section afresh.
+    for override in sorted(overrides, key=lambda override: not _TYPE_OVERRIDE.match(override)):
         _apply_override(values, override)
     try:
         return Recipe.model_validate(values)

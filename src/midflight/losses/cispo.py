@@ -12,7 +12,7 @@ def cispo(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> 
     c = 1 + clip_high.
 
     Shapes: see LossInputs -> loss [].
-    Source: MiniMax-M1 (2025), eq. 4 and 5; it does not print its clip_high, ScaleRL (2025) finds 3 to 7 equally good.
+    Source: MiniMax-M1 (2025), eq. 4 and 5; it does not print its clip_high.
     """
     ratio = inputs.ratio.detach()
     weights = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -69,18 +69,23 @@ class Objective:
     def kl_reference(self, inputs: LossInputs) -> Tensor:
         """KL(pi || reference) per token, [M]: the estimator, by default times min(c, pi/mu).
 
-        Tokens were sampled by mu, not by pi. With the ratio, which is differentiated too, the means of k1 and k3 are
-        the KL and their gradients are its gradient. Without it (GRPO) on-policy k1 has no gradient on average, k2 the
-        right one and k3 that of KL(reference || pi).
+        Tokens were sampled by mu, not by pi. With the ratio the mean gradient is that of the KL: for k1 and k3 the
+        ratio is differentiated, too, and their mean is the KL itself; for k2 it must not be. Without it (GRPO)
+        on-policy k1 has no gradient on average, k2 the right one and k3 that of KL(reference || pi).
 
         Source: DeepSeek-V3.2 (2025), eq. 7.
         """
         assert inputs.ref_logprobs is not None, "a KL coefficient needs the reference's log-probabilities"
         estimate = KL_ESTIMATORS[self.kl_estimator](inputs.ref_logprobs - inputs.policy_logprobs)
-        return inputs.ratio.clamp(max=self.max_ratio) * estimate if self.kl_unbiased else estimate
+        if not self.kl_unbiased:
+            return estimate
+        ratio = inputs.ratio.clamp(max=self.max_ratio)
+        return (ratio.detach() if self.kl_estimator == "k2" else ratio) * estimate
 
     def _allowed(self, inputs: LossInputs) -> Tensor | None:
         """1 where neither mask leaves the token out, else 0, [M]; None if there is no mask.
+
+        A token that is left out has no term in the loss; in a ratio of its whole sequence it still counts.
 
         Source: IcePop (Ling team 2025) for tokens; geometric mean for sequences as in GSPO.
         """

@@ -1,7 +1,7 @@
 """Estimators of KL(p || q) from samples of p, given log(q/p) of what was sampled.
 
-k1 and k3 are unbiased, k2 is not but has the right gradient. k1 has the largest variance and may be negative; k3 never
-is, as it adds to k1 the term q/p - 1, whose expectation is zero.
+k1 and k3 are unbiased; k2 is not, but with samples of p itself the mean of its gradient is the KL's. k1 has the largest
+variance and may be negative; k3 never is, as it adds to k1 the term q/p - 1, whose expectation is zero.
 
 Source: Schulman, "Approximating KL divergence" (2020).
 """

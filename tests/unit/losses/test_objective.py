@@ -20,7 +20,7 @@ from midflight.losses.inputs import Loss, LossInputs
 from midflight.losses.objective import Objective
 from midflight.losses.ppo import ppo
 from midflight.losses.reinforce import reinforce
-from midflight.metrics.kl import KL_ESTIMATORS
+from midflight.metrics.kl import KL_ESTIMATORS, k2
 
 LOSSES: dict[str, Loss] = {
     "reinforce": reinforce,
@@ -212,14 +212,25 @@ def test_masks_leave_the_value_function_alone(policy_loss: Loss, inputs: LossInp
 def test_the_gradient_of_the_kl_is_that_of_finite_differences(
     estimator: str, unbiased: bool, inputs: LossInputs
 ) -> None:
-    """Some of the ratios are truncated at 2."""
+    """Some of the ratios are truncated at 2. That of a weighed k2 is constant: it multiplies k2's own differences."""
     objective = Objective(reinforce, max_ratio=2.0, kl_coefficient=1.0, kl_estimator=estimator, kl_unbiased=unbiased)
     assert (inputs.ratio > 2).any()
 
     def kl(policy_logprobs: Tensor) -> Tensor:
         return objective.kl_reference(dataclasses.replace(inputs, policy_logprobs=policy_logprobs))
 
-    assert torch.autograd.gradcheck(kl, inputs.policy_logprobs)
+    if estimator == "k2" and unbiased:
+        constant = inputs.ratio.detach().clamp(max=2.0)
+        weighed, plain = (
+            torch.autograd.grad(total, inputs.policy_logprobs)[0]
+            for total in (
+                kl(inputs.policy_logprobs).sum(),
+                (constant * k2(inputs.ref_logprobs - inputs.policy_logprobs)).sum(),
+            )
+        )
+        torch.testing.assert_close(weighed, plain)
+    else:
+        assert torch.autograd.gradcheck(kl, inputs.policy_logprobs)
 
 
 @every_loss

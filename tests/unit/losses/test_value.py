@@ -97,7 +97,7 @@ def test_the_gradient_of_the_value_head_is_that_of_finite_differences(moved: boo
         mask, none = np.arange(length) >= 2, np.zeros(length, np.float32)
         token_ids = rng.integers(3, VOCAB_SIZE, length).astype(np.int32)
         trajectories.append(
-            Trajectory(RolloutId(number), token_ids, mask, none, np.zeros(length, np.int32), none, float(number))
+            Trajectory(RolloutId(number), token_ids, mask, none, np.zeros(length, np.int32), none, float(number), 0)
         )
     (microbatch,) = pack(trajectories, 64)
     policy = PackedPolicy(tiny_model(), temperature=1.0, with_values=True).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing, build_batch
 from midflight.types import (
     ActorState,
+    ChosenBatch,
     FinishReason,
     Float32Array,
     GeneratedTokens,
@@ -50,16 +52,10 @@ def groups_of(*rollouts: Rollout, size: int = 2) -> list[RolloutGroup]:
 
 
 def batch_of(groups: list[RolloutGroup], index: int = 5, **changes: Any) -> TrainingBatch:
-    settings = {name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__}
-    return build_batch(
-        groups,
-        ActorState(),
-        index=index,
-        preprocessing=Preprocessing(**{**settings, **changes}),
-        generated_lengths=[1],
-        dropped_lengths=[],
-        upstream_metrics={},
+    chosen = ChosenBatch(
+        index=index, groups=groups, generated_lengths=[1], dropped_lengths=[], metrics={}, actor_state=ActorState()
     )
+    return build_batch(chosen, replace(PLAIN, **changes))
 
 
 def packed(batch: TrainingBatch) -> list[Microbatch]:

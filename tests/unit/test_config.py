@@ -235,9 +235,9 @@ def test_every_key_is_described() -> None:
     assert undescribed == []
 
 
-def test_the_type_of_a_section_comes_first_whatever_the_order(recipe_file: Path) -> None:
-    loss = load_recipe(recipe_file, ["loss.clip_high=0.5", "loss.type=dapo"]).loss
-    assert (loss.type, loss.clip_high) == ("dapo", 0.5)
+def test_a_baseline_and_its_options_come_in_any_order(recipe_file: Path) -> None:
+    advantage = load_recipe(recipe_file, ["advantage.gae_lambda=0.9", "advantage.type=value"]).advantage
+    assert (advantage.type, advantage.gae_lambda) == ("value", 0.9)
 
 
 def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) -> None:

@@ -1,8 +1,8 @@
 """Recipes: typed, frozen, every key documented with its unit. Imports no torch, so that `--help` is instant.
 
 A recipe is TOML; `section.key=value` on the command line overrides it. Relative paths are relative to the recipe's
-directory in a recipe, and to the working directory on the command line. A section that has a `type` starts afresh
-when the command line changes its type: the recipe's other keys of that section belong to the old type.
+directory in a recipe, and to the working directory on the command line. `[schedule]`, `[loss]` and `[task]` start
+afresh when the command line changes their type: what was set of them before belongs to the old type.
 """
 
 from midflight.config.files import describe_recipe, dump_recipe, load_recipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ import pydantic
 from midflight.config.recipe import Recipe
 from midflight.config.section import Section
 from midflight.errors import RecipeError
-
-_TYPE_OVERRIDE = re.compile(r"\s*\w+\.type\s*=")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -32,8 +29,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is not valid TOML: {error}") from error
     _anchor_paths(values, path.resolve().parent)
     _set_default_types(values)
-    # The type of a section comes first, whatever the order: it starts the section afresh.
-    for override in sorted(overrides, key=lambda override: not _TYPE_OVERRIDE.match(override)):
+    for override in overrides:
         _apply_override(values, override)
     try:
         return Recipe.model_validate(values)
@@ -115,7 +111,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     for part in reversed(parts[:-1]):
         override_values = {part: override_values}
     _anchor_paths(override_values, Path.cwd())
-    if parts[-1] == "type" and values.get(parts[0], {}).get("type") != value:
+    afresh = _kinds(parts[0]) or parts[0] == "task"  # whose other keys belong to the type
+    if afresh and parts[-1] == "type" and values.get(parts[0], {}).get("type") != value:
         values[parts[0]] = {}
     _merge(values, override_values, key)
 

@@ -18,7 +18,7 @@ import torch
 from midflight.bench.machine import busy_core_seconds, describe_machine, num_cores
 from midflight.bench.models import BenchModel, check_dtype
 from midflight.bench.roofline import measure_gemm_rate
-from midflight.bench.train_load import LoadShape, make_trajectories, padding_fraction, useful_flops
+from midflight.bench.train_load import LoadShape, make_trajectories, on_policy, padding_fraction, useful_flops
 from midflight.bench.train_steps import PackedStep, PaddedStep, TrainStep
 from midflight.errors import BenchmarkError, RecipeError
 from midflight.preprocess.packing import pack
@@ -69,7 +69,7 @@ def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str]
     """
     machine = describe_machine()
     torch.set_num_threads(num_cores())
-    trajectories = make_trajectories(options.load, model.vocab_size, seed=0)
+    trajectories = on_policy(make_trajectories(options.load, model.vocab_size, seed=0), model.directory)
     microbatches = pack(trajectories, options.max_tokens)
     packed = PackedStep(model.directory, microbatches, len(trajectories))
     padded = PaddedStep(model.directory, trajectories, options.max_tokens)

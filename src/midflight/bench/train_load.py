@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from midflight.preprocess.packing import pack
+from midflight.preprocess.reference import FrozenReference
 from midflight.types import Microbatch, RolloutId, Trajectory
 
 
@@ -37,7 +40,7 @@ def load_shape(model: str, sequences: int, group_size: int) -> LoadShape:
 
 
 def make_trajectories(shape: LoadShape, vocab_size: int, seed: int) -> list[Trajectory]:
-    """Random tokens and advantages. Behavior log-probabilities are those of a uniform policy."""
+    """Random tokens and advantages, with behavior log-probabilities that are still to be filled in."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(np.log(shape.median_response), shape.sigma, shape.sequences)
     made: list[Trajectory] = []
@@ -46,11 +49,22 @@ def make_trajectories(shape: LoadShape, vocab_size: int, seed: int) -> list[Traj
             prompt = rng.integers(0, vocab_size, shape.prompt_tokens, np.int32)
         token_ids = np.concatenate([prompt, rng.integers(0, vocab_size, length, np.int32)])
         mask = np.arange(len(token_ids)) >= shape.prompt_tokens
-        logprobs = np.where(mask, -np.log(vocab_size), 0).astype(np.float32)
+        logprobs = np.zeros(len(token_ids), np.float32)
         advantages = np.where(mask, rng.normal(), 0).astype(np.float32)
         versions = np.zeros(len(token_ids), np.int32)
         made.append(Trajectory(RolloutId(number), token_ids, mask, logprobs, versions, advantages, reward=0.0))
     return made
+
+
+def on_policy(trajectories: Sequence[Trajectory], model: Path) -> list[Trajectory]:
+    """With the model's own log-probabilities as those of the behavior policy.
+
+    Any others would give ratios of e-20, and gradients so small that the processor computes them many times slower.
+    """
+    policy = FrozenReference(model, temperature=1.0)
+    return [
+        replace(each, behavior_logprobs=policy.logprobs(pack([each], len(each.token_ids))[0])) for each in trajectories
+    ]
 
 
 def natural_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

@@ -25,7 +25,7 @@ from midflight.types import Microbatch, TensorSpec, Trajectory
 
 # Small: what is measured does not depend on it, and the two models should stay comparable over many steps.
 _OPTIMIZER = OptimizerSettings(learning_rate=1e-6, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
-_MAX_RATIO = 5.0
+_MAX_RATIO = 5.0  # what `reinforce` truncates ratios to, written out for the padded step
 
 
 class TrainStep(Protocol):
@@ -43,7 +43,7 @@ class PackedStep:
         num_tokens = sum(int(each.loss_mask.sum()) for each in microbatches)
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
-        self._objective = Objective(reinforce, max_ratio=_MAX_RATIO)
+        self._objective = Objective(reinforce)
         self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, _Nowhere())
         self._trainer.init(rank=0)
 

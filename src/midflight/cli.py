@@ -241,6 +241,30 @@ def updates(
     )
 
 
+@bench_app.command(name="train")
+def train_speed(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32: what the trainer computes in")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
+    sequences: Annotated[int, typer.Option(min=1, help="rollouts of one optimizer step")] = 32,
+    group_size: Annotated[
+        int, typer.Option(min=0, help="rollouts with the same prompt; 0: 8 for the demo, else 1")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of a microbatch, padding included")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Trained tokens per second: midflight's packed step, and the same step with padded rows."""
+    from midflight.bench.models import find_model
+    from midflight.bench.train import TrainOptions, bench_train, check_trained_dtypes, train_table
+    from midflight.bench.train_load import load_shape
+
+    check_trained_dtypes(dtype)
+    found = find_model(model)
+    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens)
+    result = bench_train(found, options, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else train_table(result["rows"]))
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"{text!r} is not a number of sequences")

@@ -13,6 +13,7 @@ MidflightError
 ├── NonFiniteLossError   too many steps in a row had a loss that is not a number    exit code 1
 ├── RolloutError         nothing but failed rollouts: says why the last one failed  exit code 1
 ├── WorkerError          a worker process died; says which and where its log is     exit code 1
+├── BenchmarkError       what is compared does not do the same work                 exit code 1
 └── MissingExtraError    an optional package is needed; says how to install it      exit code 2
 """
 
@@ -70,6 +71,10 @@ class RolloutError(MidflightError):
 
 
 class WorkerError(MidflightError):
+    pass
+
+
+class BenchmarkError(MidflightError):
     pass
 
 

@@ -49,9 +49,13 @@ def _measure(dtypes: Sequence[str], parameters: int, num_threads: int) -> dict[s
     for name in dtypes:
         dtype: torch.dtype = getattr(torch, name)
         weight_bytes = parameters * dtype.itemsize
-        gemm_rate = max(_gemm_rate(shape, dtype) for shape in _GEMM_SHAPES)
-        ceilings[name] = Ceilings(gemm_rate, _read_rate(weight_bytes), weight_bytes)
+        ceilings[name] = Ceilings(measure_gemm_rate(dtype), _read_rate(weight_bytes), weight_bytes)
     return ceilings
+
+
+def measure_gemm_rate(dtype: torch.dtype) -> float:
+    """The best of several shapes, in this process with its threads; floating-point operations per second."""
+    return max(_gemm_rate(shape, dtype) for shape in _GEMM_SHAPES)
 
 
 def _gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:

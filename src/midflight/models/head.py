@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Logits of one chunk, in elements: 64 MB of float32. A chunk has hundreds of rows even with a large vocabulary, so
-# that the matrix products are as fast as large ones.
-_MAX_LOGITS = 1 << 24
+from midflight.models.linear_scores import BLOCK_LOGITS, LinearScores, rows_per_chunk
 
 
 class TokenScores(NamedTuple):
@@ -35,6 +33,11 @@ class LogitTransform(NamedTuple):
         """`config`: of a Hugging Face model. Gemma 2 caps its logits, Cohere multiplies them, Granite divides them."""
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None) or 0.0, temperature)
+
+    @property
+    def factor(self) -> float | None:
+        """What linear logits are multiplied with, if that is all."""
+        return None if self.softcap else self.scale / self.temperature
 
     def apply(self, logits: Tensor) -> Tensor:
         """In float32 or what is more precise. Shapes: [C, V] -> [C, V]."""
@@ -59,15 +62,21 @@ def score_tokens(
 
     Shapes: hidden_MD [M, D], token_ids_M int64 [M]; head: a linear layer from D to V -> two times [M].
     """
-    chunk = max(1, _MAX_LOGITS // head.weight.shape[0])
+    factor = transform.factor
+    is_large = len(hidden_MD) * len(head.weight) > BLOCK_LOGITS
+    if is_large and factor and not entropy_gradient and hidden_MD.dtype == head.weight.dtype == torch.float32:
+        bias_V = None if head.bias is None else head.bias * factor
+        arguments = hidden_MD * factor, head.weight, bias_V, token_ids_M, torch.is_grad_enabled()
+        return TokenScores(*LinearScores.apply(*arguments))  # type: ignore[no-untyped-call]
+    chunk = rows_per_chunk(head.weight.shape[0])
     scores = []
     for start in range(0, max(len(hidden_MD), 1), chunk):
         hidden_CD, token_ids_C = hidden_MD[start : start + chunk], token_ids_M[start : start + chunk]
-        arguments = hidden_CD, token_ids_C, head, transform, entropy_gradient
+        of_chunk = hidden_CD, token_ids_C, head, transform, entropy_gradient
         if len(hidden_MD) <= chunk or not torch.is_grad_enabled():
-            scores.append(_score_chunk(*arguments))
+            scores.append(_score_chunk(*of_chunk))
         else:
-            scores.append(checkpoint(_score_chunk, *arguments, use_reentrant=False))
+            scores.append(checkpoint(_score_chunk, *of_chunk, use_reentrant=False))
     logprobs, entropies = zip(*scores, strict=True)
     return TokenScores(torch.cat(logprobs), torch.cat(entropies))
 

@@ -1,0 +1,60 @@
+"""`midflight bench train` as a user types it, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midflight.bench import train_steps
+from midflight.bench.models import find_model
+from midflight.bench.train import TrainOptions, bench_train
+from midflight.bench.train_load import load_shape
+from midflight.errors import BenchmarkError
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "midflight", "bench", "train"]
+
+
+@pytest.mark.slow
+def test_it_measures_both_steps() -> None:
+    small = ["--sequences", "4", "--group-size", "2", "--rounds", "2", "--json"]
+    done = subprocess.run([*COMMAND, *small], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    (row,) = result["rows"]
+    assert (row["model"], row["dtype"]) == ("demo", "float32")
+    assert row["packed"] > 0
+    assert row["padded"] > 0
+    assert row["packed_over_padded"] > 0
+    assert 0 < row["gemm_fraction"] < 1
+    assert 0 < row["padded_gemm_fraction"] < 1
+    assert 0 < row["padding_fraction"] < 1
+    assert [entry["round"] for entry in result["rounds"]] == [0, 1]
+    assert {entry["first"] for entry in result["rounds"]} == {"packed", "padded"}
+    assert result["gemm_rate"] > 0
+    assert result["machine"]["cores"] >= 1
+    # Two prompts of 12 tokens are stored once instead of twice.
+    assert result["work"]["packed_tokens"] == result["work"]["tokens"] - 2 * 12
+
+
+@pytest.mark.slow
+def test_bfloat16_is_refused() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--dtype", "bfloat16"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2
+    assert "only float32 is trained so far" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_step_that_computes_something_else_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    # On-policy ratios are 1: the padded step, and it alone, now truncates all of them.
+    monkeypatch.setattr(train_steps, "_MAX_RATIO", 0.5)
+    options = TrainOptions(load_shape("demo", sequences=4, group_size=2), rounds=1)
+    with pytest.raises(BenchmarkError, match="not the same"):
+        bench_train(find_model("demo"), options, lambda line: None)

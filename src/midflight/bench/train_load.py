@@ -52,7 +52,9 @@ def make_trajectories(shape: LoadShape, vocab_size: int, seed: int) -> list[Traj
         logprobs = np.zeros(len(token_ids), np.float32)
         advantages = np.where(mask, rng.normal(), 0).astype(np.float32)
         versions = np.zeros(len(token_ids), np.int32)
-        made.append(Trajectory(RolloutId(number), token_ids, mask, logprobs, versions, advantages, reward=0.0))
+        made.append(
+            Trajectory(RolloutId(number), token_ids, mask, logprobs, versions, advantages, reward=0.0, first_version=0)
+        )
     return made
 
 

@@ -273,6 +273,8 @@ def _count(text: str) -> int:
 
 def main() -> None:
     """Run the command line; every midflight error is one line."""
+    # For losses and environments of the user's own; at the end, so that nothing lying there replaces a package.
+    sys.path.append(str(Path.cwd()))
     try:
         app(standalone_mode=True)
     except MidflightError as error:

@@ -26,6 +26,7 @@ from midflight.engine.loading import check_engine_runs, engine_model
 from midflight.errors import MidflightError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.environments import build_environment
+from midflight.launch.objectives import build_objective
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
 from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
@@ -155,6 +156,7 @@ def check_recipe(recipe: Recipe) -> None:
     Raises: RecipeError, ModelError.
     """
     check_device("trainer", recipe.trainer.device)
+    build_objective(recipe)
     check_evaluation(recipe)
     _check_reference(recipe)
 

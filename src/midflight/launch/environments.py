@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 from midflight.config import Recipe
 from midflight.errors import RecipeError
+from midflight.launch.importing import import_object
 from midflight.protocols import Environment
 
 ENVIRONMENTS = {"chain_sums": "midflight.envs.chain_sums:ChainSums"}
@@ -14,14 +13,10 @@ ENVIRONMENTS = {"chain_sums": "midflight.envs.chain_sums:ChainSums"}
 def build_environment(recipe: Recipe) -> Environment:
     """Raises: RecipeError if the class cannot be found or does not take the recipe's options."""
     path = ENVIRONMENTS.get(recipe.task.type, recipe.task.type)
-    module_name, colon, class_name = path.partition(":")
-    if not colon:
+    if ":" not in path:
         known = ", ".join(sorted(ENVIRONMENTS))
         raise RecipeError(f"task.type: {path!r} is neither a built-in task ({known}) nor package.module:Class")
-    try:
-        environment_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"task.type: cannot import {path!r}: {error}") from error
+    environment_class = import_object("task.type", path)
     try:
         environment: Environment = environment_class(**{"seed": recipe.run.seed, **recipe.task.options})
     except TypeError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ from midflight.config.algorithms import (
     ReinforceConfig,
 )
 from midflight.errors import RecipeError
+from midflight.launch.importing import import_object
 from midflight.losses.cispo import cispo
 from midflight.losses.dapo import dapo
 from midflight.losses.decoupled_ppo import decoupled_ppo
@@ -75,11 +75,7 @@ def build_loss(recipe: Recipe) -> Loss:
 
 
 def _custom_loss(config: CustomLossConfig) -> Loss:
-    module_name, _, name = config.function.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"loss.function: cannot import {config.function!r}: {error}") from error
+    function = import_object("loss.function", config.function)
     try:
         inspect.signature(function).bind(None, **config.options)
     except (TypeError, ValueError) as error:

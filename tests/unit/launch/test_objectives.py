@@ -9,6 +9,7 @@ import torch
 
 from midflight.config import Recipe, load_recipe
 from midflight.errors import RecipeError
+from midflight.launch.build import check_recipe
 from midflight.launch.objectives import build_loss, build_objective
 from midflight.losses.inputs import LossInputs, LossOutput
 
@@ -171,3 +172,10 @@ def test_a_function_that_cannot_be_used_is_one_clear_line(recipe_of, function: s
 def test_what_is_no_import_path_is_refused_with_the_recipe(recipe_of, function: str) -> None:
     with pytest.raises(RecipeError, match=r"^loss\.function: "):
         recipe_of(*custom(function))
+
+
+def test_a_loss_that_is_not_there_is_known_before_anything_starts() -> None:
+    demo = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+    recipe = load_recipe(demo, ["loss.type=custom", "loss.function=losses_of_mine:nothing"])
+    with pytest.raises(RecipeError, match=r"loss\.function: cannot import 'losses_of_mine:nothing'"):
+        check_recipe(recipe)

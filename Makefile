@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast kills lint types base figures clean
+.PHONY: demo test test-fast kills lint types base figures algorithms clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
@@ -39,6 +39,15 @@ figures: $(VENV)/.ready
 	$(BIN)/midflight compare recipes/cpu_demo.toml --schedules conventional,pipeline,april,bounded --seconds 120 \
 		--out $(FIGURE_RUNS)
 	cp $(FIGURE_RUNS)/compare.png docs/images/schedules.png
+
+# The table and the curves of docs/algorithms.md: the demo's recipe with each loss, for as many optimizer steps.
+ALGORITHM_RUNS := runs/algorithms
+LOSSES := reinforce,grpo,dapo:batch.dynamic_sampling=true:reward.overlong_buffer=32,gspo,ppo:advantage.type=value,decoupled_ppo
+algorithms: $(VENV)/.ready
+	rm -rf $(ALGORITHM_RUNS)
+	$(BIN)/midflight compare recipes/cpu_demo.toml --losses $(LOSSES) --steps 400 --seeds 3 --accuracy-every 40 \
+		--out $(ALGORITHM_RUNS)
+	cp $(ALGORITHM_RUNS)/compare.png docs/images/algorithms.png
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml

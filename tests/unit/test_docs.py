@@ -1,0 +1,71 @@
+"""What the documentation tells people to type passes its own checks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from midflight.bench.variants import parse_variants
+from midflight.config import load_recipe
+from midflight.launch.build import check_recipe
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+# As a line of its own, or in backquotes within one.
+COMMAND = re.compile(r"(?:^|`)(midflight (?:train|compare) recipes/[^`#\n]+)", re.MULTILINE)
+COMMANDS = sorted({found.strip() for page in PAGES for found in COMMAND.findall(page.read_text())})
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the repository, with the loss that the documentation shows in a module of its own."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+
+
+def recipes_of(command: str) -> list[list[str]]:
+    """The overrides of every run that the command makes."""
+    _, verb, _, *arguments = shlex.split(command.replace("\\\n", " "))
+    overrides = [each for each in arguments if re.fullmatch(r"\w+\.\w+=.*", each)]
+    if verb == "train":
+        return [overrides]
+    for option, section in (("--schedules", "schedule"), ("--losses", "loss")):
+        if option in arguments:
+            variants = parse_variants(section, arguments[arguments.index(option) + 1])
+            return [[*overrides, *variant.overrides] for variant in variants]
+    raise AssertionError(f"nothing is compared by {command}")
+
+
+def test_the_documentation_has_commands() -> None:
+    assert len(COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_documentation_would_run(command: str) -> None:
+    for overrides in recipes_of(command):
+        check_recipe(load_recipe(ROOT / shlex.split(command)[2], overrides))
+
+
+def test_the_loss_that_the_documentation_shows_computes_something() -> None:
+    import torch
+
+    from midflight.launch.objectives import build_loss
+    from midflight.losses.inputs import LossInputs
+
+    recipe = load_recipe(
+        ROOT / "recipes" / "cpu_demo.toml",
+        ["loss.type=custom", "loss.function=my_losses:mine", "loss.options={sharpness = 2.0}"],
+    )
+    policy = torch.tensor([-1.0, -2.0], requires_grad=True)
+    ones = torch.ones(2)
+    inputs = LossInputs(policy, -ones, ones, ones, torch.zeros(2, dtype=torch.int64), 1)
+    output = build_loss(recipe)(inputs)
+    output.loss.backward()
+    assert policy.grad is not None
+    assert (policy.grad < 0).all()
+    assert output.token_metrics["gain"].tolist() == pytest.approx([0.5, 1 / (1 + torch.tensor(2.0).exp().item())])

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -82,7 +82,7 @@ def _evaluate(recipe: Recipe, model: Path | None, when: str, console: Any) -> di
 def _train(recipe: Recipe, run: RunDirectory, console: Any) -> None:
     with _weights_directory() as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
         tail = MetricsTail(run.metrics)
-        workers = _Workers(recipe, run, weights_directory)
+        workers = _Workers(recipe, run, weights_directory, functools.partial(console.print, soft_wrap=True))
         try:
             with _interrupt_on_sigterm():
                 workers.start()
@@ -100,9 +100,12 @@ def _train(recipe: Recipe, run: RunDirectory, console: Any) -> None:
 class _Workers:
     """The processes of a run. The trainer decides when it is over; whatever happens, all of them are stopped."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, weights_directory: Path, report: Callable[[str], None]
+    ) -> None:
+        """`report` gets what workers have to say to the user."""
         spawn = multiprocessing.get_context("spawn")
-        self._run = run
+        self._run, self._report = run, report
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
         for role, body in worker_bodies(recipe).items():
@@ -166,6 +169,8 @@ class _Workers:
                         if self._ready == self._processes.keys():
                             for other in self._connections.values():
                                 other.send(("go",))
+                    case ("note", text):
+                        self._report(text)
                     case ("done",):
                         self._done.add(role)
                     case ("failed", exit_code, text):

@@ -1,6 +1,7 @@
 """The process bodies of a run on one machine, and what they share: signals, logs, a line to the supervisor.
 
 A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",) or ("failed", exit_code, text).
+("note", text) is for the user, and may come at any time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from midflight.protocols import Stream
 from midflight.streams.codec import Codec
 from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.trainer.checkpoints import TrainerState, load_state, newest_whole_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -127,7 +128,7 @@ def trainer_body(context: WorkerContext) -> None:
     sender = SharedMemorySender(context.weights_path)
     backend = build_trainer(recipe, sender)
     backend.init(rank=0)
-    checkpoint = newest_checkpoint(run.checkpoints)
+    checkpoint = newest_whole_checkpoint(run.checkpoints, lambda text: context.tell("note", text))
     state = TrainerState()
     if checkpoint:
         state = load_state(checkpoint)

@@ -1,10 +1,12 @@
 """Checkpoints: `checkpoints/step_N`, complete or not there at all.
 
-A checkpoint is written beside its place, synced and renamed, so a crash or a full disk leaves the older ones alone.
+A checkpoint is written beside its place, synced and renamed, so a crash or a full disk leaves the older ones alone. It
+holds a hash of each of its files: what a disk or a copy damaged later is noticed, and the one before it is used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +17,9 @@ from pathlib import Path
 from midflight.errors import CheckpointError
 
 _STATE_FILE = "trainer_state.json"
+_HASHES_FILE = "hashes.json"  # file name -> SHA-256
 _UNFINISHED = ".unfinished-"
+_DAMAGED = "damaged_"
 _HISTOGRAMS = ("lag_histogram", "generated_lengths", "trained_lengths", "dropped_lengths")  # JSON keys are strings
 
 
@@ -55,6 +59,7 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
         unfinished.mkdir(parents=True)
         save_weights(unfinished)
         (unfinished / _STATE_FILE).write_text(json.dumps(asdict(state)))
+        (unfinished / _HASHES_FILE).write_text(json.dumps(_hashes(unfinished), indent=2))
         _sync(unfinished)
         unfinished.rename(target)
     # safetensors and torch.save report a full disk with exceptions of their own.
@@ -80,6 +85,31 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
+def newest_whole_checkpoint(directory: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are what was written; None if there is no checkpoint at all.
+
+    Damaged ones that are newer are renamed, so that nobody takes them for checkpoints again, and reported.
+    Raises: CheckpointError if all there are are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(checkpoints_in(directory)):
+        damage = _damage(checkpoint)
+        if damage is None:
+            break
+        damaged[checkpoint] = damage
+    else:
+        if not damaged:
+            return None
+        newest, damage = next(iter(damaged.items()))
+        raise CheckpointError(f"no checkpoint in {directory} is whole; in {newest.name}, the newest, {damage}")
+    for path, damage in damaged.items():
+        aside = path.with_name(_DAMAGED + path.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        report(f"{path.name} is damaged and not used, as {damage}; training goes on from {checkpoint.name}")
+    return checkpoint
+
+
 def oldest_checkpoint_version(directory: Path) -> int:
     """Raises: IndexError if there is no checkpoint."""
     return _version(checkpoints_in(directory)[0])
@@ -98,6 +128,28 @@ def load_state(checkpoint: Path) -> TrainerState:
 
 def _version(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with it; None if nothing is."""
+    try:
+        expected = json.loads((checkpoint / _HASHES_FILE).read_text())
+        found = _hashes(checkpoint)
+    except (OSError, ValueError) as error:
+        return _first_line(error)
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            return f"{name} is not what was written" if name in found else f"{name} is missing"
+    return None
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    hashes = {}
+    for path in sorted(directory.iterdir()):
+        if path.name != _HASHES_FILE:
+            with path.open("rb") as file:
+                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def _sync(directory: Path) -> None:

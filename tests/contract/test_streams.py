@@ -1,4 +1,4 @@
-"""What every stream promises, then what the SQLite file promises besides.
+"""What every stream promises, then what SQLite and Redis promise besides.
 
 As a program, this file is the other process of a test: `test_streams.py write|read PATH CAPACITY NUM_RECORDS`.
 """
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,12 @@ import midflight
 from midflight import doorbell
 from midflight.errors import StreamError
 from midflight.protocols import Stream
+from midflight.streams import redis as redis_stream
 from midflight.streams.codec import SCHEMA_VERSION
 from midflight.streams.memory import MemoryStream
+from midflight.streams.redis import RedisStream
 from midflight.streams.sqlite import SqliteStream
+from midflight.testing.redis_server import RedisServer
 from midflight.types import Grade, Problem
 
 TIMEOUT_S = 60.0
@@ -76,7 +80,11 @@ def ends_in_file(path: Path, capacity: int) -> Ends:
     return Ends(open_sqlite(path, capacity), lambda: closing(open_sqlite(path, capacity)))
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+def open_redis(url: str, name: str, capacity: int = 100, **options: Any) -> RedisStream[Problem]:
+    return RedisStream(url, name, Problem, capacity, **options)
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
 def ends_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Ends]]:
     """Makes the stream, of a capacity."""
     with ExitStack() as open_streams:
@@ -90,7 +98,13 @@ def ends_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
             open_streams.enter_context(closing(ends.stream))
             return ends
 
-        yield in_memory if request.param == "memory" else in_file
+        def in_redis(capacity: int) -> Ends:
+            url, name = request.getfixturevalue("redis_server").url, tmp_path.name
+            ends = Ends(open_redis(url, name, capacity), lambda: closing(open_redis(url, name, capacity)))
+            open_streams.enter_context(closing(ends.stream))
+            return ends
+
+        yield {"memory": in_memory, "sqlite": in_file, "redis": in_redis}[request.param]
 
 
 @pytest.fixture
@@ -429,6 +443,123 @@ def test_a_file_in_place_of_the_doorbell_is_an_error(path: Path) -> None:
     path.with_name("stream.sqlite.appended").write_text("mine")
     with pytest.raises(StreamError, match="not a FIFO, and in the way of one"):
         open_sqlite(path)
+
+
+# --- Redis ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """One that a test may kill."""
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+def test_a_redis_that_was_killed_goes_on_with_what_it_had(own_server: RedisServer) -> None:
+    with closing(open_redis(own_server.url, "s")) as stream:
+        append_all(stream, 50)
+        stream.trim(10)
+        own_server.kill()
+        own_server.start()
+        assert stream.next_offset() == 50
+        assert stream.read(10, 99) == [problem(index) for index in range(10, 50)]
+        append_all(stream, 3)
+
+
+def test_a_redis_that_is_away_for_a_while_is_waited_for(own_server: RedisServer, elsewhere: ThreadPoolExecutor) -> None:
+    """Both ends go on working while it is killed and started again, ten times, and nothing is lost or twice."""
+    num_records = 2000
+
+    def write() -> None:
+        with closing(open_redis(own_server.url, "s", capacity=20)) as stream:
+            for index in range(num_records):
+                assert stream.append(problem(index), TIMEOUT_S) == index
+
+    written = elsewhere.submit(write)
+    with closing(open_redis(own_server.url, "s", capacity=20)) as stream:
+        records: list[Problem] = []
+        next_kill = 100
+        while len(records) < num_records:
+            records += stream.read(len(records), 7, TIMEOUT_S)
+            stream.trim(len(records) - 5)
+            if len(records) >= next_kill:
+                own_server.kill()
+                own_server.start()
+                next_kill += 200
+    written.result(TIMEOUT_S)
+    assert records == [problem(index) for index in range(num_records)]
+
+
+def test_a_redis_that_stays_away_is_one_clear_line(own_server: RedisServer) -> None:
+    stream = open_redis(own_server.url, "s", patience_s=0.2)
+    own_server.kill()
+    with pytest.raises(StreamError, match=rf"s in Redis at 127\.0\.0\.1:{own_server.port} cannot be reached: "):
+        stream.next_offset()
+    with pytest.raises(StreamError, match="cannot be reached"):
+        open_redis(own_server.url, "s", patience_s=0.2)
+    own_server.start()
+
+
+def test_a_redis_that_asks_for_a_password(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, password="open sesame") as server:
+        with pytest.raises(StreamError, match="asks for a password"):
+            open_redis(server.url, "s")
+        for_strangers = server.url.replace("://", "://:wrong@")
+        with pytest.raises(StreamError, match="asks for a password, or another one") as raised:
+            open_redis(for_strangers, "s")
+        assert "wrong" not in str(raised.value)
+        with closing(open_redis(server.url.replace("://", "://:open%20sesame@"), "s")) as stream:
+            append_all(stream, 1)
+
+
+def test_a_stream_that_redis_has_lost_is_an_error(own_server: RedisServer) -> None:
+    stream = open_redis(own_server.url, "s")
+    append_all(stream, 2)
+    stream._client.flushall()
+    with pytest.raises(StreamError, match="is gone; Redis keeps it over a restart with `appendonly yes`"):
+        stream.append(problem(2))
+    with closing(open_redis(own_server.url, "s")) as another:
+        append_all(another, 1)
+        with pytest.raises(StreamError, match="is gone"):
+            stream.read(0)
+    stream.close()
+
+
+def test_an_append_whose_answer_was_lost_is_not_made_twice(own_server: RedisServer) -> None:
+    """The first request reaches Redis, its answer reaches nobody."""
+    with closing(open_redis(own_server.url, "s")) as stream:
+        append = stream._scripts[redis_stream._APPEND]
+        calls = 0
+
+        def lost_at_first(**arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            answer = append(**arguments)
+            if calls == 1:
+                raise stream._redis.exceptions.ConnectionError("the line was cut")
+            return answer
+
+        stream._scripts[redis_stream._APPEND] = lost_at_first
+        assert stream.append(problem(0)) == 0
+        assert calls == 2
+        assert stream.append(problem(1)) == 1
+        assert stream.read(0, 9) == [problem(0), problem(1)]
+
+
+def test_what_else_may_be_wrong_with_a_redis_stream(redis_server: RedisServer) -> None:
+    open_redis(redis_server.url, "kinds").close()
+    with pytest.raises(StreamError, match=r"kinds in Redis at .* is a stream of Problem, not of Grade"):
+        RedisStream(redis_server.url, "kinds", Grade, 1)
+    with closing(open_redis(redis_server.url, "newer")) as stream:
+        stream._client.hset(stream._keys[0], "schema", SCHEMA_VERSION + 1)
+    with pytest.raises(StreamError, match=f"schema {SCHEMA_VERSION + 1} by a newer midflight"):
+        open_redis(redis_server.url, "newer")
+    with closing(open_redis(redis_server.url, "damaged")) as stream:
+        stream._run(redis_stream._APPEND, 100, b"rubbish", "token")
+        with pytest.raises(StreamError, match=r"record 0: not a readable Problem"):
+            stream.read(0)
+    with pytest.raises(StreamError, match="no URL of a Redis"):
+        open_redis("http://127.0.0.1", "s")
 
 
 def main(role: str, path: str, capacity: str, num_records: str) -> None:

@@ -1,0 +1,220 @@
+"""A stream in Redis, between processes of different machines.
+
+    writer                                                        reader
+    append   consumes: records                                    read   consumes: records in Redis
+             waits for: room, the list NAME:room                         waits for: a record, the log itself
+             unblocked by: read, trim                                    unblocked by: append
+
+    {NAME}:log    a Redis Stream; the entry with id K-0 is the record at offset K - 1
+    {NAME}:meta   a hash: what it is a stream of, the next offset, the read position, the last appender's token
+    {NAME}:room   a list with one element after room was made
+
+Every change is one script, so a killed client leaves the stream as it was before or after the change. A connection that
+breaks is made again: Redis may be restarted or be away for a while. How much survives a restart is for its settings to
+say (`appendonly yes`); a stream that is gone is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
+
+from midflight.errors import MissingExtraError, StreamError
+from midflight.streams.codec import SCHEMA_VERSION, Codec
+
+Record = TypeVar("Record")
+Result = TypeVar("Result")
+
+# How long one blocking call waits, so that a lost connection or a lost wake-up costs no more than that.
+_BLOCK_S = 1.0
+_RETRY_S = 0.1
+
+# All scripts begin like this. ARGV[1] is the identity of the stream when this client opened it.
+_PREAMBLE = """
+local meta, log, room = KEYS[1], KEYS[2], KEYS[3]
+if redis.call('HGET', meta, 'identity') ~= ARGV[1] then return {'gone'} end
+local function field(name) return tonumber(redis.call('HGET', meta, name)) end
+local function move_read_position(offset)
+    if offset > field('read') then
+        redis.call('HSET', meta, 'read', offset)
+        redis.call('DEL', room)
+        redis.call('LPUSH', room, 1)
+    end
+end
+"""
+_OPEN = """
+local meta = KEYS[1]
+if redis.call('EXISTS', meta) == 0 then
+    redis.call('HSET', meta, 'identity', ARGV[1], 'record_type', ARGV[2], 'schema', ARGV[3], 'next', 0, 'read', 0)
+end
+return redis.call('HMGET', meta, 'identity', 'record_type', 'schema')
+"""
+# An answer may be lost on its way and the request be made again: its token says that it was done already.
+_APPEND = (
+    _PREAMBLE
+    + """
+local next = field('next')
+if redis.call('HGET', meta, 'token') == ARGV[4] then return {next - 1} end
+if next - field('read') >= tonumber(ARGV[2]) then return {'full'} end
+redis.call('XADD', log, string.format('%d-0', next + 1), 'm', ARGV[3])
+redis.call('HSET', meta, 'next', next + 1, 'token', ARGV[4])
+return {next}
+"""
+)
+_READ = (
+    _PREAMBLE
+    + """
+local from, next = tonumber(ARGV[2]), field('next')
+if from > next then return {next} end
+move_read_position(from)
+return {next, redis.call('XRANGE', log, string.format('%d-0', from + 1), '+', 'COUNT', ARGV[3])}
+"""
+)
+_TRIM = (
+    _PREAMBLE
+    + """
+local before = math.max(0, math.min(tonumber(ARGV[2]), field('next')))
+redis.call('XTRIM', log, 'MINID', string.format('%d-0', before + 1))
+move_read_position(before)
+return {0}
+"""
+)
+_NEXT_OFFSET = _PREAMBLE + "return {field('next')}"
+
+
+class RedisStream(Generic[Record]):
+    """The stream called `name`, created if there is none; every client gives the same URL and name.
+
+    Invariants: an offset that `append` returned is readable until it is trimmed, as long as Redis keeps its data.
+    Raises: StreamError if it holds other records, was written by a newer midflight, asks for a password, cannot be
+    reached for `patience_s`, or has lost the stream; MissingExtraError without the package redis.
+    """
+
+    def __init__(self, url: str, name: str, record_type: type[Record], capacity: int, patience_s: float = 60.0) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, not {capacity}")
+        try:
+            import redis
+        except ImportError as error:
+            raise MissingExtraError("redis", "redis") from error
+        self._redis = redis
+        # Passwords are not for messages.
+        self._where = f"{name} in Redis at {urlsplit(url).hostname}:{urlsplit(url).port or 6379}"
+        self._capacity, self._patience_s = capacity, patience_s
+        self._codec = Codec(record_type)
+        try:
+            self._client = redis.Redis.from_url(url, socket_timeout=10 * _BLOCK_S, socket_connect_timeout=_BLOCK_S)
+        except ValueError as error:
+            raise StreamError(f"no URL of a Redis: {error}") from error
+        self._keys = [f"{{{name}}}:{part}" for part in ("meta", "log", "room")]
+        self._scripts = {
+            script: self._client.register_script(script) for script in (_OPEN, _APPEND, _READ, _TRIM, _NEXT_OFFSET)
+        }
+        self._closed = False
+        self._identity = self._open(record_type.__name__)
+
+    def append(self, record: Record, timeout_s: float | None = None) -> int | None:
+        message, token = self._codec.encode(record), uuid.uuid4().hex
+        deadline_s = _deadline_s(timeout_s)
+        while (answer := self._run(_APPEND, self._capacity, message, token)[0]) == b"full":
+            if not self._wait(deadline_s, self._wait_for_room):
+                return None
+        return int(answer)
+
+    def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
+        deadline_s = _deadline_s(timeout_s)
+        while not (rows := self._select(from_offset, max_records)):
+            if not self._wait(deadline_s, lambda seconds: self._wait_for_record(from_offset, seconds)):
+                return []
+        return [self._decode(offset, message) for offset, message in rows]
+
+    def trim(self, before_offset: int) -> None:
+        self._run(_TRIM, before_offset)
+
+    def next_offset(self) -> int:
+        return int(self._run(_NEXT_OFFSET)[0])
+
+    def close(self) -> None:
+        self._closed = True  # the client would connect again
+        self._client.close()
+
+    def _open(self, record_type: str) -> str:
+        arguments: list[bytes | str | int] = [uuid.uuid4().hex, record_type, SCHEMA_VERSION]
+        answer = self._patiently(lambda: self._scripts[_OPEN](keys=self._keys, args=arguments))
+        identity, found, schema = (value.decode() for value in answer)
+        if int(schema) > SCHEMA_VERSION:
+            raise StreamError(
+                f"{self._where} was written with schema {schema} by a newer midflight; this one reads {SCHEMA_VERSION}"
+            )
+        if found != record_type:
+            raise StreamError(f"{self._where} is a stream of {found}, not of {record_type}")
+        return str(identity)
+
+    def _select(self, from_offset: int, max_records: int) -> list[tuple[int, bytes]]:
+        end, *found = self._run(_READ, from_offset, max_records)
+        if not found:
+            raise StreamError(f"{self._where}: offset {from_offset} is past the end of the stream, {end}")
+        rows = [(int(entry.partition(b"-")[0]) - 1, fields[1]) for entry, fields in found[0]]
+        start = rows[0][0] if rows else end
+        if from_offset < start:
+            raise StreamError(f"{self._where}: offset {from_offset} was trimmed; the stream starts at {start}")
+        return rows
+
+    def _wait(self, deadline_s: float, block: Callable[[float], object]) -> bool:
+        """Let `block(seconds)` wait a while; False if the time is up."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        # Zero would mean for ever.
+        self._patiently(lambda: block(max(0.001, min(left_s, _BLOCK_S))))
+        return True
+
+    def _wait_for_room(self, seconds: float) -> object:
+        return self._client.blpop([self._keys[2]], timeout=seconds)
+
+    def _wait_for_record(self, offset: int, seconds: float) -> object:
+        return self._client.xread({self._keys[1]: f"{offset}-0"}, count=1, block=max(1, int(1000 * seconds)))
+
+    def _run(self, script: str, *arguments: bytes | str | int) -> list[Any]:
+        answer: list[Any] = self._patiently(
+            lambda: self._scripts[script](keys=self._keys, args=[self._identity, *arguments])
+        )
+        if answer[0] == b"gone":
+            raise StreamError(f"{self._where} is gone; Redis keeps it over a restart with `appendonly yes`")
+        return answer
+
+    def _patiently(self, call: Callable[[], Result]) -> Result:
+        """What `call` returns, once Redis can be reached. Raises: StreamError."""
+        if self._closed:
+            raise StreamError(f"{self._where} is closed")
+        errors = self._redis.exceptions
+        give_up_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return call()
+            except errors.AuthenticationError as error:
+                raise StreamError(
+                    f"{self._where} asks for a password, or another one: redis://:PASSWORD@..."
+                ) from error
+            except (errors.ConnectionError, errors.TimeoutError) as error:
+                if time.monotonic() >= give_up_s:
+                    raise StreamError(f"{self._where} cannot be reached: {error}") from error
+                time.sleep(_RETRY_S)
+            except errors.RedisError as error:
+                if "NOAUTH" in str(error):
+                    raise StreamError(f"{self._where} asks for a password: redis://:PASSWORD@...") from error
+                raise StreamError(f"{self._where}: {error}") from error
+
+    def _decode(self, offset: int, message: bytes) -> Record:
+        try:
+            return self._codec.decode(message)
+        except StreamError as error:
+            raise StreamError(f"{self._where}: record {offset}: {error}") from error
+
+
+def _deadline_s(timeout_s: float | None) -> float:
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s

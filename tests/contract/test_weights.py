@@ -1,4 +1,4 @@
-"""What a weight transport promises, and what shared memory promises besides.
+"""What a weight transport promises, and what shared memory and files promise besides.
 
 As a program, this file is the sender of a test: `test_weights.py hammer|die PATH`.
 """
@@ -14,12 +14,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 import midflight
@@ -27,6 +29,8 @@ from midflight import doorbell
 from midflight.errors import WeightUpdateError
 from midflight.protocols import WeightReceiver, WeightSender
 from midflight.types import TensorSpec
+from midflight.weights import files as weight_files
+from midflight.weights.files import FileReceiver, FileSender
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 TIMEOUT_S = 60.0
@@ -54,7 +58,7 @@ def weights_of(version: int) -> dict[str, Tensor]:
 
 def assert_equal(received: tuple[int, Mapping[str, Tensor]], version: int, weights: Mapping[str, Tensor]) -> None:
     assert received[0] == version
-    assert list(received[1]) == list(weights)
+    assert received[1].keys() == weights.keys()
     for name, tensor in weights.items():
         assert received[1][name].dtype == tensor.dtype
         assert torch.equal(received[1][name], tensor), name
@@ -77,77 +81,105 @@ def receiver(path: Path) -> Iterator[SharedMemoryReceiver]:
         yield receiver
 
 
-def test_weights_of_every_dtype_arrive_bit_for_bit(sender: WeightSender, receiver: WeightReceiver) -> None:
-    sender.announce(specs_of(weights_of(0)))
+@dataclass(frozen=True)
+class Transport:
+    sender: Callable[[Path], Any]
+    receiver: Callable[[Path], Any]
+
+
+@pytest.fixture(params=["shared memory", "files"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return {
+        "shared memory": Transport(SharedMemorySender, SharedMemoryReceiver),
+        "files": Transport(FileSender, FileReceiver),
+    }[request.param]
+
+
+@pytest.fixture
+def any_sender(transport: Transport, path: Path) -> Iterator[WeightSender]:
+    with closing(transport.sender(path)) as sender:
+        yield sender
+
+
+@pytest.fixture
+def any_receiver(transport: Transport, path: Path) -> Iterator[WeightReceiver]:
+    with closing(transport.receiver(path)) as receiver:
+        yield receiver
+
+
+def test_weights_of_every_dtype_arrive_bit_for_bit(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+    any_sender.announce(specs_of(weights_of(0)))
     for version in range(8):
-        sender.send(version, weights_of(version))
-        assert receiver.newest_version() == version
-        assert_equal(receiver.receive(), version, weights_of(version))
-        assert_equal(receiver.receive(), version, weights_of(version))
+        any_sender.send(version, weights_of(version))
+        assert any_receiver.newest_version() == version
+        assert_equal(any_receiver.receive(), version, weights_of(version))
+        assert_equal(any_receiver.receive(), version, weights_of(version))
 
 
-def test_only_the_newest_version_counts(sender: WeightSender, receiver: WeightReceiver) -> None:
-    sender.announce(specs_of(weights_of(0)))
+def test_only_the_newest_version_counts(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+    any_sender.announce(specs_of(weights_of(0)))
     for version in range(10):
-        sender.send(version, weights_of(version))
-    assert_equal(receiver.receive(), 9, weights_of(9))
-    sender.send(4, weights_of(4))
-    assert receiver.newest_version() == 4, "newest is what was sent last: a trainer may go back to a checkpoint"
-    assert_equal(receiver.receive(), 4, weights_of(4))
+        any_sender.send(version, weights_of(version))
+    assert_equal(any_receiver.receive(), 9, weights_of(9))
+    any_sender.send(4, weights_of(4))
+    assert any_receiver.newest_version() == 4, "newest is what was sent last: a trainer may go back to a checkpoint"
+    assert_equal(any_receiver.receive(), 4, weights_of(4))
 
 
 def test_received_tensors_stay_as_they_are_until_the_next_receive(
-    sender: WeightSender, receiver: WeightReceiver
+    any_sender: WeightSender, any_receiver: WeightReceiver
 ) -> None:
-    sender.announce(specs_of(weights_of(0)))
-    sender.send(0, weights_of(0))
-    received = receiver.receive()
+    any_sender.announce(specs_of(weights_of(0)))
+    any_sender.send(0, weights_of(0))
+    received = any_receiver.receive()
     for version in range(1, 8):
-        sender.send(version, weights_of(version))
+        any_sender.send(version, weights_of(version))
     assert_equal(received, 0, weights_of(0))
 
 
-def test_trainable_strided_weights_can_be_sent(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_trainable_strided_weights_can_be_sent(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4).T)
-    sender.announce(specs_of({"weight": weight}))
+    any_sender.announce(specs_of({"weight": weight}))
     for version in range(4):
-        sender.send(version, {"weight": weight})
-    received = receiver.receive()
+        any_sender.send(version, {"weight": weight})
+    received = any_receiver.receive()
     assert_equal(received, 3, {"weight": weight.detach()})
     assert not received[1]["weight"].requires_grad
 
 
-def test_a_receiver_may_come_before_the_sender(sender: WeightSender, receiver: WeightReceiver) -> None:
-    assert receiver.newest_version() is None
+def test_a_receiver_may_come_before_the_sender(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+    assert any_receiver.newest_version() is None
     with pytest.raises(WeightUpdateError, match="no weights have been sent"):
-        receiver.receive()
-    sender.announce(specs_of(weights_of(0)))
-    assert receiver.newest_version() is None
+        any_receiver.receive()
+    any_sender.announce(specs_of(weights_of(0)))
+    assert any_receiver.newest_version() is None
     with pytest.raises(WeightUpdateError, match="no weights have been sent"):
-        receiver.receive()
-    sender.send(0, weights_of(0))
-    assert receiver.newest_version() == 0
+        any_receiver.receive()
+    any_sender.send(0, weights_of(0))
+    assert any_receiver.newest_version() == 0
 
 
-def test_several_receivers_see_the_same(path: Path, sender: WeightSender, receiver: WeightReceiver) -> None:
-    sender.announce(specs_of(weights_of(0)))
-    sender.send(5, weights_of(5))
-    with closing(SharedMemoryReceiver(path)) as late:
+def test_several_receivers_see_the_same(
+    path: Path, transport: Transport, any_sender: WeightSender, any_receiver: WeightReceiver
+) -> None:
+    any_sender.announce(specs_of(weights_of(0)))
+    any_sender.send(5, weights_of(5))
+    with closing(transport.receiver(path)) as late:
         assert_equal(late.receive(), 5, weights_of(5))
-    assert_equal(receiver.receive(), 5, weights_of(5))
+    assert_equal(any_receiver.receive(), 5, weights_of(5))
 
 
-def test_waiting_ends_when_time_is_up(sender: WeightSender, receiver: WeightReceiver) -> None:
-    assert not receiver.wait(newer_than=-1, timeout_s=0)
-    assert not receiver.wait(newer_than=-1, timeout_s=0.01)
-    sender.announce(specs_of(weights_of(0)))
-    sender.send(3, weights_of(3))
-    assert receiver.wait(newer_than=2, timeout_s=0)
-    assert not receiver.wait(newer_than=3, timeout_s=0.01)
+def test_waiting_ends_when_time_is_up(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+    assert not any_receiver.wait(newer_than=-1, timeout_s=0)
+    assert not any_receiver.wait(newer_than=-1, timeout_s=0.01)
+    any_sender.announce(specs_of(weights_of(0)))
+    any_sender.send(3, weights_of(3))
+    assert any_receiver.wait(newer_than=2, timeout_s=0)
+    assert not any_receiver.wait(newer_than=3, timeout_s=0.01)
 
 
 def test_a_version_wakes_a_receiver_that_waits(
-    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+    any_sender: WeightSender, any_receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
     seen: list[int | None] = []
@@ -155,15 +187,15 @@ def test_a_version_wakes_a_receiver_that_waits(
 
     def follow() -> None:
         for version in range(50):
-            assert receiver.wait(newer_than=version - 1, timeout_s=TIMEOUT_S)
-            seen.append(receiver.newest_version())
+            assert any_receiver.wait(newer_than=version - 1, timeout_s=TIMEOUT_S)
+            seen.append(any_receiver.newest_version())
             turns.wait(TIMEOUT_S)
 
     follower = threading.Thread(target=follow)
     follower.start()
-    sender.announce(specs_of(weights_of(0)))
+    any_sender.announce(specs_of(weights_of(0)))
     for version in range(50):
-        sender.send(version, weights_of(version))
+        any_sender.send(version, weights_of(version))
         turns.wait(TIMEOUT_S)
     follower.join(TIMEOUT_S)
     assert seen == list(range(50))
@@ -180,14 +212,14 @@ def test_a_version_wakes_a_receiver_that_waits(
     ],
 )
 def test_weights_that_differ_from_the_announced_change_nothing(
-    sender: WeightSender, receiver: WeightReceiver, change: dict[str, Tensor | None], message: str
+    any_sender: WeightSender, any_receiver: WeightReceiver, change: dict[str, Tensor | None], message: str
 ) -> None:
-    sender.announce(specs_of(weights_of(0)))
-    sender.send(1, weights_of(1))
+    any_sender.announce(specs_of(weights_of(0)))
+    any_sender.send(1, weights_of(1))
     changed = {name: tensor for name, tensor in {**weights_of(2), **change}.items() if tensor is not None}
     with pytest.raises(WeightUpdateError, match=message):
-        sender.send(2, changed)
-    assert_equal(receiver.receive(), 1, weights_of(1))
+        any_sender.send(2, changed)
+    assert_equal(any_receiver.receive(), 1, weights_of(1))
 
 
 @pytest.mark.parametrize(
@@ -425,6 +457,81 @@ def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver:
         assert assert_whole(receiver.receive()) == 7
         sender.send(8, filled(8))
     assert assert_whole(receiver.receive()) == 8
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def test_two_files_stay_and_any_program_can_read_them(path: Path) -> None:
+    with closing(FileSender(path)) as sender:
+        sender.announce(specs_of(weights_of(0)))
+        for version in range(5):
+            sender.send(version, weights_of(version))
+    names = sorted(each.name for each in path.iterdir())
+    assert names == ["00000004.safetensors", "00000005.safetensors", "newest", "newest.sent"]
+    with safe_open(path / names[1], framework="pt") as file:
+        assert file.metadata() == {"weight_version": "4"}
+        assert torch.equal(file.get_tensor("norm"), weights_of(4)["norm"])
+
+
+def test_a_restarted_sender_of_files_goes_on_counting(path: Path) -> None:
+    with closing(FileReceiver(path)) as receiver:
+        for version in (3, 4, 0):
+            with closing(FileSender(path)) as sender:
+                sender.announce(specs_of(weights_of(0)))
+                sender.send(version, weights_of(version))
+            assert_equal(receiver.receive(), version, weights_of(version))
+
+
+def test_a_file_that_is_gone_before_it_is_read_is_looked_for_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
+        sender.announce(specs_of(HAMMERED))
+        sender.send(0, filled(0))
+
+        def late_load(file: Path) -> Any:
+            monkeypatch.undo()
+            sender.send(1, filled(1))
+            sender.send(2, filled(2))
+            return weight_files.load_file(file)
+
+        monkeypatch.setattr(weight_files, "load_file", late_load)
+        assert assert_whole(receiver.receive()) == 2
+
+
+def test_a_disk_that_is_full_leaves_the_newest_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
+        sender.announce(specs_of(HAMMERED))
+        sender.send(0, filled(0))
+
+        def disk_full(_: Any, file: Path, metadata: Any) -> None:
+            file.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(weight_files, "save_file", disk_full)
+        with pytest.raises(WeightUpdateError, match=r"cannot be written to .*No space left"):
+            sender.send(1, filled(1))
+        monkeypatch.undo()
+        assert assert_whole(receiver.receive()) == receiver.newest_version() == 0
+        sender.send(2, filled(2))
+        assert assert_whole(receiver.receive()) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": "four", "file": "x"}'])
+def test_a_damaged_pointer_is_an_error(path: Path, content: str) -> None:
+    path.mkdir()
+    (path / "newest").write_text(content)
+    with closing(FileReceiver(path)) as receiver, pytest.raises(WeightUpdateError, match="newest does not say which"):
+        receiver.newest_version()
+
+
+def test_a_damaged_file_of_weights_is_an_error(path: Path) -> None:
+    with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
+        sender.announce(specs_of(HAMMERED))
+        sender.send(0, filled(0))
+        file = path / "00000001.safetensors"
+        file.write_bytes(file.read_bytes()[:-7])
+        with pytest.raises(WeightUpdateError, match=r"00000001\.safetensors cannot be read"):
+            receiver.receive()
 
 
 def hammer(path: Path) -> None:

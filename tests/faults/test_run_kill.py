@@ -25,7 +25,8 @@ import midflight
 from midflight.actor.partials import PartialBuffer
 from midflight.config import load_recipe
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import actor_checkpoint, open_batches, open_groups, open_handed_over
+from midflight.launch.streams import open_batches, open_groups, open_handed_over
+from midflight.launch.workers import actor_checkpoint
 from midflight.metrics.jsonl import read_metrics
 from midflight.types import ChosenBatch, GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
 
@@ -111,7 +112,7 @@ def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
         (first,) = database.execute("SELECT min(offset) FROM records").fetchone()
     if first is None:
         return {}
-    with closing(open_batches(run)) as batches:
+    with closing(open_batches(run, load_recipe(run.config))) as batches:
         return dict(enumerate(batches.read(first, 10**6, timeout_s=0), first))
 
 
@@ -119,7 +120,8 @@ def waiting_of(run: RunDirectory) -> dict[int, ChosenBatch]:
     """Those that were handed over and not preprocessed, by index."""
     if not run.groups.exists():
         return {}
-    with closing(open_batches(run)) as batches, closing(open_groups(run)) as groups:
+    recipe = load_recipe(run.config)
+    with closing(open_batches(run, recipe)) as batches, closing(open_groups(run, recipe)) as groups:
         first = batches.next_offset()
         return dict(enumerate(groups.read(first, 10**6, timeout_s=0), first))
 

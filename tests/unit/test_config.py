@@ -244,3 +244,19 @@ def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) ->
     with pytest.raises(RecipeError, match=r"max_ratio = 1.1 is less than 1 \+ clip_high = 1.2"):
         load_recipe(recipe_file, ["loss.type=grpo", "loss.max_ratio=1.1"])
     assert load_recipe(recipe_file, ["loss.type=cispo", "loss.max_ratio=1.1"]).loss.max_ratio == 1.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["streams.url=redis://host:6379"], "streams: url is of a Redis, and type = 'sqlite'; 'redis' would work"),
+        (["streams.type=redis", "streams.url=redis://:secret@host"], "$MIDFLIGHT_REDIS_URL may hold it"),
+        (["streams.type=redis", "streams.url=host:6379"], "streams.url: "),
+        (["streams.type=kafka"], "streams.type: should be 'sqlite' or 'redis', got 'kafka'"),
+    ],
+)
+def test_streams_that_cannot_be_are_one_clear_line(recipe_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe_file, overrides)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -16,6 +16,7 @@ from midflight.config.sections import (
     RunConfig,
     SamplingConfig,
     ServeConfig,
+    StreamsConfig,
     TaskConfig,
     TrainerConfig,
 )
@@ -36,6 +37,7 @@ class Recipe(Section):
     loss: LossConfig = ReinforceConfig()
     reference: ReferenceConfig = ReferenceConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
+    streams: StreamsConfig = StreamsConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()

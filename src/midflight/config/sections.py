@@ -84,6 +84,25 @@ class BatchConfig(Section):
     )
 
 
+class StreamsConfig(Section):
+    """How groups and batches travel from process to process."""
+
+    type: Literal["sqlite", "redis"] = Field("sqlite", description="files in the run directory, or keys in a Redis")
+    url: str | None = Field(
+        None,
+        pattern=r"^(rediss?|unix)://",
+        description="of the Redis, without a password; default: $MIDFLIGHT_REDIS_URL, or redis://127.0.0.1:6379/0",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def check_url(self) -> StreamsConfig:
+        if self.url and self.type != "redis":
+            raise ValueError(f"url is of a Redis, and type = {self.type!r}; 'redis' would work")
+        if self.url and "@" in self.url:
+            raise ValueError("url holds a password, and would be written to the run; $MIDFLIGHT_REDIS_URL may hold it")
+        return self
+
+
 class PreprocessConfig(Section):
     """Advantages, packing and the log-probabilities of the reference, between generation and training."""
 

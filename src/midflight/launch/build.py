@@ -27,6 +27,7 @@ from midflight.errors import MidflightError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
+from midflight.launch.streams import check_streams
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
 from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
@@ -157,6 +158,7 @@ def check_recipe(recipe: Recipe) -> None:
     """
     check_device("trainer", recipe.trainer.device)
     build_objective(recipe)
+    check_streams(recipe)
     check_evaluation(recipe)
     _check_reference(recipe)
 

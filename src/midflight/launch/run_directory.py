@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,15 @@ class RunDirectory:
     def groups(self) -> Path:
         """Only if preprocessing is a process of its own."""
         return self.path / "streams" / "groups.sqlite"
+
+    @property
+    def identity(self) -> str:
+        """No other run has the same, wherever it is."""
+        return self._identity.read_text().strip()
+
+    @property
+    def _identity(self) -> Path:
+        return self.path / "streams" / "identity"
 
     @property
     def partials(self) -> Path:
@@ -128,6 +138,7 @@ def create_run(recipe: Recipe) -> RunDirectory:
     try:
         for directory in (run.checkpoints, run.batches.parent, run.path / "logs"):
             directory.mkdir(parents=True, exist_ok=True)
+        run._identity.write_text(f"{uuid.uuid4().hex}\n")
         run.config.write_text(dump_recipe(recipe.model_copy(update={"run": _at(recipe, path)})))
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {path}: {error.strerror}") from error

@@ -11,7 +11,8 @@ from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
 from midflight.errors import StreamError
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import actor_checkpoint, open_batches, open_groups, open_handed_over
+from midflight.launch.streams import open_batches, open_groups, open_handed_over
+from midflight.launch.workers import actor_checkpoint
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
@@ -100,7 +101,7 @@ def mean_by_lag(lines: Sequence[MetricsLine], key: str) -> list[float | None]:
 
 def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:
     """Of when it was last saved or handed a batch over, whichever was later; None if it never came to either."""
-    if not run.batches.exists():
+    if not run.partials.exists():
         return None
     with (
         contextlib.closing(open_handed_over(run, recipe)) as handed_over,
@@ -112,13 +113,13 @@ def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:
 
 def _num_waiting_groups(run: RunDirectory, recipe: Recipe, trained: int) -> int:
     """Groups that were handed over and not trained on: in batches, or still to be made into one."""
-    if not run.batches.exists():
+    if not run.partials.exists():
         return 0
-    with contextlib.closing(open_batches(run)) as batches:
+    with contextlib.closing(open_batches(run, recipe)) as batches:
         num_batches = batches.next_offset()
         num_groups = sum(len(batch.group_ids) for batch in _records(batches, trained))
     if recipe.preprocess.process == "own":
-        with contextlib.closing(open_groups(run)) as groups:
+        with contextlib.closing(open_groups(run, recipe)) as groups:
             num_groups += sum(len(chosen.groups) for chosen in _records(groups, num_batches))
     return num_groups
 

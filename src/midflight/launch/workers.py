@@ -37,20 +37,18 @@ from midflight.launch.build import (
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
 from midflight.launch.run_directory import RunDirectory
+from midflight.launch.streams import open_batches, open_groups, open_handed_over
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
 from midflight.protocols import Stream
 from midflight.streams.codec import Codec
-from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_whole_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-# The schedule bounds how many batches wait, in either stream; this only has to be more than any schedule allows.
-_STREAM_CAPACITY = 4096
 _WAIT_SLICE_S = 0.2
 
 
@@ -134,7 +132,7 @@ def trainer_body(context: WorkerContext) -> None:
         state = load_state(checkpoint)
         backend.load(checkpoint)
     backend.publish_weights(state.version)
-    batches = open_batches(run)
+    batches = open_batches(run, recipe)
     codec = Codec(TrainingBatch)
     with JsonlWriter(run.metrics, resume_version=state.version) as metrics, _tracer(run, "trainer") as tracer:
         loop = TrainLoop(
@@ -178,7 +176,7 @@ def rollout_body(context: WorkerContext) -> None:
 def preprocess_body(context: WorkerContext) -> None:
     recipe, run = context.recipe, context.run
     torch.set_num_threads(recipe.preprocess.threads or 1)
-    groups, batches = open_groups(run), open_batches(run)
+    groups, batches = open_groups(run, recipe), open_batches(run, recipe)
     with _tracer(run, "preprocess") as tracer:
         loop = PreprocessLoop(groups, batches, Preprocessor(build_preprocessing(recipe), tracer), tracer)
         _start_together(context)
@@ -213,26 +211,11 @@ def actor_checkpoint(
     return ActorCheckpoint(state, [each for each in saved.rollouts if each.group_id in still_open] if saved else [])
 
 
-def open_batches(run: RunDirectory) -> SqliteStream[TrainingBatch]:
-    """The stream that the trainer reads."""
-    return SqliteStream(run.batches, TrainingBatch, _STREAM_CAPACITY)
-
-
-def open_groups(run: RunDirectory) -> SqliteStream[ChosenBatch]:
-    """The stream that a preprocessing process reads."""
-    return SqliteStream(run.groups, ChosenBatch, _STREAM_CAPACITY)
-
-
-def open_handed_over(run: RunDirectory, recipe: Recipe) -> SqliteStream[ChosenBatch] | SqliteStream[TrainingBatch]:
-    """The stream whose last record says where the actor was when it handed a batch over."""
-    return open_groups(run) if recipe.preprocess.process == "own" else open_batches(run)
-
-
-def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> SqliteStream[ChosenBatch] | PreprocessAtOnce:
+def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[ChosenBatch] | PreprocessAtOnce:
     """Where the rollout loop appends; the reference is loaded only by the process that preprocesses."""
     if recipe.preprocess.process == "own":
-        return open_groups(run)
-    return PreprocessAtOnce(open_batches(run), Preprocessor(build_preprocessing(recipe), tracer))
+        return open_groups(run, recipe)
+    return PreprocessAtOnce(open_batches(run, recipe), Preprocessor(build_preprocessing(recipe), tracer))
 
 
 def _loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:

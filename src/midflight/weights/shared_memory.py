@@ -13,7 +13,7 @@ was, and a receiver only ever reads the file.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +25,12 @@ from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import (
     BEGIN,
-    DTYPES,
     END,
     NEWEST,
     NUM_SLOTS,
     VERSION,
     Fence,
     SlotFile,
-    SlotLayout,
     create,
     lay_out,
 )
@@ -70,7 +68,7 @@ class SharedMemorySender:
         """Make these weights the newest; takes the time of one copy and never waits for a receiver."""
         if self._file is None or self._sent is None:
             raise WeightUpdateError("weights were sent before they were announced")
-        tensors = _in_order(self._file.layout, weights)
+        tensors = self._file.layout.in_order(weights)
         words = self._file.words
         slot = (words[NEWEST] & 3) % NUM_SLOTS  # the one after the newest: out of use the longest
         stamp = 1 + max(words[BEGIN : BEGIN + NUM_SLOTS])
@@ -175,26 +173,6 @@ class SharedMemoryReceiver:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _in_order(layout: SlotLayout, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors as they were announced, every one of them checked before any is written."""
-    announced = [placed.spec for placed in layout.tensors]
-    _check_names({spec.name for spec in announced}, weights)
-    tensors = [weights[spec.name] for spec in announced]
-    for spec, tensor in zip(announced, tensors, strict=True):
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
-            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            raise WeightUpdateError(f"tensor {spec.name!r} is {found}, announced as {spec.dtype} {list(spec.shape)}")
-    return tensors
-
-
-def _check_names(announced: set[str], found: Iterable[str]) -> None:
-    missing, extra = announced.difference(found), set(found).difference(announced)
-    if missing:
-        raise WeightUpdateError(f"the weights lack {min(missing)!r}")
-    if extra:
-        raise WeightUpdateError(f"the weights have {min(extra)!r}, which was not announced")
 
 
 def _doorbell_path(path: Path) -> Path:

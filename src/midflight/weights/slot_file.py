@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,22 @@ class SlotLayout:
             for placed in self.tensors
         }
 
+    def in_order(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors as they were announced, every one of them checked before any is used.
+
+        Raises: WeightUpdateError if one is missing, too many, or of another shape or dtype.
+        """
+        announced = [placed.spec for placed in self.tensors]
+        _check_names({spec.name for spec in announced}, weights)
+        tensors = [weights[spec.name] for spec in announced]
+        for spec, tensor in zip(announced, tensors, strict=True):
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+                found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                raise WeightUpdateError(
+                    f"tensor {spec.name!r} is {found}, announced as {spec.dtype} {list(spec.shape)}"
+                )
+        return tensors
+
 
 def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
     """The layout that holds these tensors.
@@ -89,6 +105,14 @@ def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
         placed.append(PlacedTensor(spec, end, num_bytes))
         end = _aligned(end + num_bytes, _TENSOR_ALIGNMENT_BYTES)
     return SlotLayout(tuple(placed), end)
+
+
+def _check_names(announced: set[str], found: Iterable[str]) -> None:
+    missing, extra = announced.difference(found), set(found).difference(announced)
+    if missing:
+        raise WeightUpdateError(f"the weights lack {min(missing)!r}")
+    if extra:
+        raise WeightUpdateError(f"the weights have {min(extra)!r}, which was not announced")
 
 
 class SlotFile:

@@ -1,0 +1,56 @@
+"""A run whose groups and batches travel through a real Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midflight.testing.redis_server import RedisServer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+SMALL = ("batch.batch_size=16", "batch.group_size=4", "schedule.num_in_flight=16", "eval.num_problems=0")
+
+
+def train(*arguments: str | Path, url: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "midflight", "train", *map(str, arguments), "--json"]
+    environment = os.environ | ({"MIDFLIGHT_REDIS_URL": url} if url else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_redis_was_restarted(tmp_path: Path) -> None:
+    """With a password, which nothing in the run directory holds."""
+    run, data = tmp_path / "run", tmp_path / "redis"
+    data.mkdir()
+    with RedisServer(data, password="open-sesame") as server:
+        url = server.url.replace("://", "://:open-sesame@")
+        settings = ("streams.type=redis", "preprocess.process=own", "trainer.max_steps=4", *SMALL)
+        refused = train(RECIPE, f"run.directory={run}", *settings, url=server.url)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1].endswith("asks for a password: redis://:PASSWORD@...")
+        assert not run.exists()
+        started = train(RECIPE, f"run.directory={run}", *settings, url=url)
+        assert started.returncode == 0, started.stderr
+        server.kill()
+        server.start()
+        resumed = train(run, "--resume", "trainer.max_steps=7", url=url)
+        assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads(resumed.stdout)
+    groups = summary["groups"]
+    assert (summary["steps"], groups["trained"]) == (7, 7 * 4)
+    assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
+    assert not any(b"open-sesame" in path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert sorted(path.name for path in (run / "streams").iterdir() if path.suffix == ".sqlite") == ["partials.sqlite"]
+
+
+def test_a_redis_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    done = train(RECIPE, f"run.directory={tmp_path / 'run'}", "streams.type=redis", "streams.url=redis://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "midflight: streams: midflight:check in Redis at 127.0.0.1:1 cannot be reached: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()

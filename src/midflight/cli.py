@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from midflight.cli_bench import Json, bench_app
 from midflight.config import describe_recipe, dump_recipe, load_recipe
 from midflight.errors import MidflightError, RecipeError
 
@@ -21,12 +22,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes without running them.")
 app.add_typer(config_app, name="config")
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine. Leave it alone meanwhile.")
 app.add_typer(bench_app, name="bench")
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command()
@@ -177,98 +176,6 @@ def keys() -> None:
             if description
             else f"{key}  ({kind}, default {default})"
         )
-
-
-ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a model directory")]
-
-
-@bench_app.command()
-def decode(
-    model: ModelOption = "demo",
-    dtype: Annotated[str, typer.Option(help="float32,bfloat16; default: what suits the model")] = "",
-    sequences: Annotated[str, typer.Option(help="numbers of sequences at the same time")] = "1,8,32,128,512",
-    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
-    new_tokens: Annotated[int, typer.Option(help="sampled for each sequence")] = 64,
-    skip: Annotated[str, typer.Option(help="ENGINE[:SEQUENCES],...: what not to measure")] = "",
-    cap_s: Annotated[float, typer.Option(help="give up on a measurement after so many seconds")] = 120.0,
-    vllm_python: Annotated[
-        Path | None, typer.Option(envvar="MIDFLIGHT_VLLM_PYTHON", help="the Python of an environment with vLLM")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Decoded tokens per second: midflight's engine, transformers, vLLM, and what the machine allows at most."""
-    from midflight.bench.decode import DecodeOptions, bench_decode, decode_table, parse_skip
-    from midflight.bench.models import check_dtype, find_model
-
-    found = find_model(model)
-    options = DecodeOptions(
-        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else found.default_dtypes,
-        sequences=tuple(map(_count, sequences.split(","))),
-        rounds=rounds,
-        new_tokens=new_tokens,
-        skip=parse_skip(skip),
-        cap_s=cap_s,
-        vllm_python=vllm_python,
-    )
-    result = bench_decode(found, options, Console(stderr=True).print)
-    print(json.dumps(result, indent=2) if as_json else decode_table(result["rows"]))
-
-
-@bench_app.command()
-def updates(
-    model: ModelOption = "demo",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    num_updates: Annotated[int, typer.Option("--updates", min=1, help="how many weight updates")] = 1000,
-    sequences: Annotated[int, typer.Option(min=1, help="in flight all the time")] = 32,
-    new_tokens: Annotated[int, typer.Option(min=2, help="sampled for each sequence")] = 128,
-    as_json: Json = False,
-) -> None:
-    """How long sequences in flight wait for a weight update, over many updates."""
-    from midflight.bench.models import check_dtype, find_model
-    from midflight.bench.updates import bench_updates
-
-    result = bench_updates(
-        find_model(model), check_dtype(dtype), num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
-    )
-    if as_json:
-        print(json.dumps(result, indent=2))
-        return
-    pause = result["pause_ms"]
-    print(
-        f"{num_updates} updates, {sequences} sequences in flight: pause median {pause['median']:.2f} ms,"
-        f" p99 {pause['p99']:.2f} ms, max {pause['max']:.2f} ms; a decode step takes"
-        f" {result['median_decode_step_ms']:.2f} ms; {result['aborted_requests']} requests aborted"
-    )
-
-
-@bench_app.command(name="train")
-def train_speed(
-    model: ModelOption = "demo",
-    dtype: Annotated[str, typer.Option(help="float32: what the trainer computes in")] = "float32",
-    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
-    sequences: Annotated[int, typer.Option(min=1, help="rollouts of one optimizer step")] = 32,
-    group_size: Annotated[
-        int, typer.Option(min=0, help="rollouts with the same prompt; 0: 8 for the demo, else 1")
-    ] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of a microbatch, padding included")] = 4096,
-    as_json: Json = False,
-) -> None:
-    """Trained tokens per second: midflight's packed step, and the same step with padded rows."""
-    from midflight.bench.models import find_model
-    from midflight.bench.train import TrainOptions, bench_train, check_trained_dtypes, train_table
-    from midflight.bench.train_load import load_shape
-
-    check_trained_dtypes(dtype)
-    found = find_model(model)
-    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens)
-    result = bench_train(found, options, Console(stderr=True).print)
-    print(json.dumps(result, indent=2) if as_json else train_table(result["rows"]))
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise typer.BadParameter(f"{text!r} is not a number of sequences")
-    return int(text)
 
 
 def main() -> None:

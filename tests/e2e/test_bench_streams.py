@@ -1,0 +1,42 @@
+"""`midflight bench streams` as a user types it, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "midflight", "bench", "streams", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_every_kind_has_a_row_of_figures() -> None:
+    done = bench("--records", "2000", "--record-bytes", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [row["stream"] for row in result["rows"]] == ["sqlite", "redis"]
+    for row in result["rows"]:
+        assert row["records_per_s"] > 0
+        assert row["reader_growth_mib"] >= 0
+        assert row["writer_growth_mib"] >= 0
+    assert (result["records"], result["record_bytes"]) == (2000, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--streams", "kafka"], "midflight: --streams: there is no 'kafka'; known are sqlite, redis"),
+        (["--streams", "redis", "--redis-url", "http://x"], "no URL of a Redis"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

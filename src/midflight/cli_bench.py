@@ -121,6 +121,21 @@ def streams(
         )
 
 
+@bench_app.command()
+def weights(
+    sizes: Annotated[str, typer.Option(help="1M,135M,1B: parameters")] = "1M,135M,1B",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Seconds and GB/s of every way that new weights take to another process."""
+    from midflight.bench.models import check_dtype
+    from midflight.bench.weights import bench_weights, weights_table
+
+    result = bench_weights(tuple(sizes.split(",")), check_dtype(dtype), rounds, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else weights_table(result["rows"]))
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"{text!r} is not a number of sequences")

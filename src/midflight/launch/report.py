@@ -43,6 +43,7 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     colors: dict[str, str] = {}
+    faint = min(0.12, 0.5 / len(directories))  # the single steps of many runs would hide the curves
     for directory, label in zip(directories, labels or labels_of(directories), strict=True):
         metrics = steps_of(directory)
         shown_label = "_" if label in colors else label  # matplotlib leaves such a line out of the legend
@@ -50,14 +51,14 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
         rewards = [line["reward/mean"] for line in metrics]
         for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
             positions = [line[key] for line in metrics]
-            axis.plot(positions, rewards, ".", color=color, alpha=0.12, markersize=3)
+            axis.plot(positions, rewards, ".", color=color, alpha=faint, markersize=3)
             axis.plot(positions, smoothed(rewards), color=color, linewidth=2, label=shown_label)
     for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
         style_axis(axis)
     axes[0].set_ylabel("reward")
-    axes[1].legend(loc="lower right", frameon=False)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
 

@@ -16,6 +16,7 @@ from midflight.config import Recipe, load_recipe
 from midflight.launch.build import (
     build_actor_config,
     build_engine,
+    build_learning_rates,
     build_preprocessing,
     build_schedule,
     build_trainer,
@@ -116,6 +117,7 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
         checkpoint_every=10**9,
         keep_checkpoints=1,
         max_nonfinite_steps=5,
+        learning_rate=build_learning_rates(recipe),
         checkpoints=directory / "checkpoints",
         rejected_batches=directory / "rejected",
     )

@@ -24,7 +24,8 @@ from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, TensorSpec, Trajectory
 
 # Small: what is measured does not depend on it, and the two models should stay comparable over many steps.
-_OPTIMIZER = OptimizerSettings(learning_rate=1e-6, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
+_LEARNING_RATE = 1e-6
+_OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
 _MAX_RATIO = 5.0  # what `reinforce` truncates ratios to, written out for the padded step
 
 
@@ -59,7 +60,7 @@ class PackedStep:
             loss = self._objective(inputs).loss
             self._trainer.backward(loss)
             total += float(loss.detach())
-        return total, self._trainer.optimizer_step()["grad_norm"]
+        return total, self._trainer.optimizer_step(_LEARNING_RATE)["grad_norm"]
 
 
 class PaddedStep:
@@ -76,7 +77,7 @@ class PaddedStep:
             ).eval()
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
-            lr=_OPTIMIZER.learning_rate,
+            lr=_LEARNING_RATE,
             betas=_OPTIMIZER.betas,
             weight_decay=_OPTIMIZER.weight_decay,
             fused=True,

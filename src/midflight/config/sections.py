@@ -116,7 +116,13 @@ class TrainerConfig(Section):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N; may be the engine's")
     max_steps: int = Field(500, ge=1, description="optimizer steps of the run")
     max_seconds: float | None = Field(None, gt=0, description="stop earlier after this much training, seconds")
-    learning_rate: float = Field(2e-4, gt=0, description="of AdamW, constant")
+    learning_rate: float = Field(2e-4, gt=0, description="of AdamW, at its highest")
+    learning_rate_shape: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="how it goes on after the warm-up: falling over max_steps to final_learning_rate, or not",
+    )
+    warmup_steps: int = Field(0, ge=0, description="it rises linearly over so many optimizer steps")
+    final_learning_rate: float = Field(0.0, ge=0, description="after max_steps, unless it is constant")
     adam_betas: tuple[float, float] = Field((0.9, 0.95), description="decay of AdamW's two moments")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")

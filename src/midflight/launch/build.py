@@ -37,6 +37,7 @@ from midflight.schedules.april import AprilSchedule
 from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
+from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.single import OptimizerSettings, PolicySettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
@@ -134,13 +135,24 @@ def build_reference(recipe: Recipe) -> Reference:
 
 def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
     config = recipe.trainer
-    optimizer = OptimizerSettings(config.learning_rate, config.adam_betas, config.weight_decay, config.max_grad_norm)
+    optimizer = OptimizerSettings(config.adam_betas, config.weight_decay, config.max_grad_norm)
     policy = PolicySettings(
         temperature=recipe.sampling.temperature,
         with_values=recipe.advantage.type == "value",
         entropy_gradient=recipe.loss.entropy_coefficient > 0,
     )
     return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device=config.device)
+
+
+def build_learning_rates(recipe: Recipe) -> LearningRates:
+    config = recipe.trainer
+    return LearningRates(
+        config.learning_rate,
+        config.learning_rate_shape,
+        config.warmup_steps,
+        config.max_steps,
+        config.final_learning_rate,
+    )
 
 
 def num_threads(configured: int | None, colocated: bool) -> int:

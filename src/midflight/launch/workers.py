@@ -29,6 +29,7 @@ from midflight.launch.build import (
     build_actor_config,
     build_engine,
     build_grader,
+    build_learning_rates,
     build_preprocessing,
     build_schedule,
     build_trainer,
@@ -226,6 +227,7 @@ def _loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
         checkpoint_every=trainer.checkpoint_every,
         keep_checkpoints=trainer.keep_checkpoints,
         max_nonfinite_steps=trainer.max_nonfinite_steps,
+        learning_rate=build_learning_rates(recipe),
         checkpoints=run.checkpoints,
         rejected_batches=run.rejected_batches,
     )

@@ -37,6 +37,7 @@ class LoopSettings:
     checkpoint_every: int  # optimizer steps
     keep_checkpoints: int
     max_nonfinite_steps: int  # in a row
+    learning_rate: Callable[[int], float]  # of each optimizer step
     checkpoints: Path
     rejected_batches: Path  # where the batch behind a stop for non-finite losses is kept
     rank: int = 0  # which of the batch's shares is trained on here
@@ -118,7 +119,8 @@ class TrainLoop:
             origins = token_origins(microbatch, batch.index)
             policy.add(origins, outputs.logprobs, inputs.behavior_logprobs, outputs.entropy, output.token_metrics)
             total += float(output.loss.detach())
-        return total, dict(backend.optimizer_step())
+        learning_rate = self._settings.learning_rate(batch.index)
+        return total, {"learning_rate": learning_rate, **backend.optimizer_step(learning_rate)}
 
     def _count(self, batch: TrainingBatch, policy: Metrics, skipped: bool) -> None:
         state = self._state

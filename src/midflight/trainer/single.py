@@ -26,7 +26,6 @@ _PROXIMAL_FILE = "proximal.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    learning_rate: float
     betas: tuple[float, float]
     weight_decay: float
     max_grad_norm: float
@@ -67,7 +66,6 @@ class SingleProcessTrainer:
         ).to(self._device)  # fmt: skip
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters(),
-            lr=self._optimizer_settings.learning_rate,
             betas=self._optimizer_settings.betas,
             weight_decay=self._optimizer_settings.weight_decay,
             fused=True,
@@ -90,12 +88,14 @@ class SingleProcessTrainer:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self) -> Mapping[str, float]:
+    def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
         """Clip, step, and forget the gradients. A gradient that is not finite changes nothing: `skipped` is 1 then."""
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._optimizer_settings.max_grad_norm)
         grad_norm = float(norm)
         finite = math.isfinite(grad_norm)
         if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "skipped": 0.0 if finite else 1.0}
@@ -130,5 +130,5 @@ class SingleProcessTrainer:
         for key, tensor in load_file(directory / _OPTIMIZER_FILE).items():
             index, _, name = key.partition(".")
             state[int(index)][name] = tensor
-        # The settings stay the recipe's: a learning rate that was changed for the rest of the run counts.
+        # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": dict(state)})

@@ -47,11 +47,11 @@ class OneWeight:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self) -> Mapping[str, float]:
+    def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
         gradient, self.weight.grad = self.weight.grad, None
         finite = bool(gradient.isfinite())
         with torch.no_grad():
-            self.weight -= gradient if finite else 0.0
+            self.weight -= learning_rate * gradient if finite else 0.0
         return {"skipped": 0.0 if finite else 1.0}
 
     def publish_weights(self, version: int) -> None:
@@ -113,6 +113,7 @@ def loop_over(tmp_path: Path, advantages: list[float], **settings: object) -> It
         checkpoint_every=1000,
         keep_checkpoints=2,
         max_nonfinite_steps=5,
+        learning_rate=lambda step: 1.0,
         checkpoints=tmp_path / "checkpoints",
         rejected_batches=tmp_path / "rejected",
     )
@@ -180,3 +181,11 @@ def test_a_damaged_checkpoint_state_is_named(tmp_path: Path) -> None:
     (checkpoint / "trainer_state.json").write_text('{"version": 3')
     with pytest.raises(CheckpointError, match=r"step_3/trainer_state\.json cannot be read"):
         load_state(checkpoint)
+
+
+def test_every_step_has_its_own_learning_rate(tmp_path: Path) -> None:
+    """The first step's ratio is 1, the second's e^0.5: the policy moved by the first rate."""
+    with loop_over(tmp_path, [1.0, 1.0], learning_rate=lambda step: [0.5, 0.25][step]) as (loop, backend):
+        loop.run(lambda: False)
+    assert float(backend.weight.detach()) == pytest.approx(0.5 + 0.25 * math.exp(0.5))
+    assert [line["learning_rate"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.25]

@@ -1,0 +1,30 @@
+"""The learning rate of each optimizer step: a function of the step alone, so that a resumed run has the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRates:
+    """Rises linearly over `num_warmup_steps`, then falls to `final` at step `num_steps`, or stays.
+
+    Units: `peak` and `final` are learning rates, the others optimizer steps.
+    """
+
+    peak: float
+    shape: str = "constant"  # "constant", "linear" or "cosine"
+    num_warmup_steps: int = 0
+    num_steps: int = 1
+    final: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """Of the step that makes version `step` + 1."""
+        if step < self.num_warmup_steps:
+            return self.peak * (step + 1) / (self.num_warmup_steps + 1)
+        if self.shape == "constant":
+            return self.peak
+        done = min(1.0, (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps))
+        left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.final + (self.peak - self.final) * left

@@ -69,7 +69,8 @@ def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]
         completions = [completion for steps in (generator, engine) for completion in drain(steps)]
     ours, expected = (completion.generated for completion in completions)
     assert ours.token_ids.tolist() == expected.token_ids.tolist()
-    assert ours.logprobs.tolist() == expected.logprobs.tolist()
+    # The server computes with more threads than the test, and so in another order of summation.
+    np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5)
     assert set(ours.weight_versions.tolist()) == {7}
 
     httpx.post(f"{url}/pause")

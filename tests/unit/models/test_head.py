@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from midflight.models import head
+from midflight.models import linear_scores
 from midflight.models.head import LogitTransform, TokenScores, score_tokens
 from midflight.testing.tiny_models import tiny_model
 
@@ -55,7 +55,7 @@ def test_chunks_change_neither_scores_nor_gradients(
     layer, (hidden, token_ids) = linear(), hidden_states()
     leaves = [hidden, *layer.parameters()]
     whole = score_tokens(hidden, token_ids, layer, transform, entropy_gradient)
-    monkeypatch.setattr(head, "_MAX_LOGITS", rows * VOCAB_SIZE)
+    monkeypatch.setattr(linear_scores, "_CHUNK_LOGITS", rows * VOCAB_SIZE)
     calls: list[int] = []
     layer.register_forward_hook(lambda *arguments: calls.append(len(arguments[-1])))
     chunked = score_tokens(hidden, token_ids, layer, transform, entropy_gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import stat
@@ -11,6 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 _RELOOK_S = 0.2  # nobody waits longer than this without looking again, so a lost ring costs latency and nothing else
+
+
+def deadline_after(timeout_s: float | None) -> float:
+    """The time of `time.monotonic()` until which to wait; None waits for ever. Units: seconds."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 class Doorbell:

@@ -75,12 +75,6 @@ class LossOptions(Section):
 
     @pydantic.model_validator(mode="after")
     def check_ranges(self) -> LossOptions:
-        clip_high = getattr(self, "clip_high", 0.0)
-        if self.max_ratio < 1 + clip_high and not isinstance(self, CispoConfig):
-            raise ValueError(
-                f"max_ratio = {self.max_ratio:g} is less than 1 + clip_high = {1 + clip_high:g}: a ratio that may be as"
-                " large would be truncated before"
-            )
         for name in ("token_mask", "sequence_mask"):
             allowed = getattr(self, name)
             if allowed and not allowed[0] < 1 < allowed[1]:
@@ -94,24 +88,37 @@ class ReinforceConfig(LossOptions):
     type: Literal["reinforce"] = "reinforce"
 
 
-class GrpoConfig(LossOptions):
+class ClippedOptions(LossOptions):
+    """What every loss with PPO's clip understands."""
+
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+
+    @pydantic.model_validator(mode="after")
+    def check_truncation(self) -> ClippedOptions:
+        if self.max_ratio < 1 + self.clip_high:
+            raise ValueError(
+                f"max_ratio = {self.max_ratio:g} is less than 1 + clip_high = {1 + self.clip_high:g}: a ratio that may"
+                " be as large would be truncated before"
+            )
+        return self
+
+
+class GrpoConfig(ClippedOptions):
     """Group-relative policy optimization: PPO's clip, the mean over each sequence."""
 
     type: Literal["grpo"] = "grpo"
     denominator: Denominator = "sequence_mean"
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
 
 
-class DapoConfig(LossOptions):
+class DapoConfig(ClippedOptions):
     """Clip-higher and the mean over all tokens; batch.dynamic_sampling and reward.overlong_buffer belong to it."""
 
     type: Literal["dapo"] = "dapo"
-    clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.28
 
 
-class GspoConfig(LossOptions):
+class GspoConfig(ClippedOptions):
     """One importance ratio per sequence, the geometric mean of its tokens'."""
 
     type: Literal["gspo"] = "gspo"
@@ -128,23 +135,19 @@ class CispoConfig(LossOptions):
     clip_high: ClipHigh = 4.0
 
 
-class PpoConfig(LossOptions):
+class PpoConfig(ClippedOptions):
     """Proximal policy optimization with a value head: needs advantage.type = "value"."""
 
     type: Literal["ppo"] = "ppo"
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
     proximal_every: int = Field(
         1, ge=1, description="values are clipped around those of the last version that is a multiple of this"
     )
 
 
-class DecoupledPpoConfig(LossOptions):
+class DecoupledPpoConfig(ClippedOptions):
     """PPO that stays close to a recent policy of the trainer, whichever older ones sampled the tokens."""
 
     type: Literal["decoupled_ppo"] = "decoupled_ppo"
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
     proximal_every: int = Field(
         4, ge=1, description="the proximal policy is the last version that is a multiple of this, recomputed"
     )

@@ -16,13 +16,13 @@ say (`appendonly yes`); a stream that is gone is noticed.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from midflight.doorbell import deadline_after
 from midflight.errors import MissingExtraError, StreamError
 from midflight.streams.codec import SCHEMA_VERSION, Codec
 
@@ -119,14 +119,14 @@ class RedisStream(Generic[Record]):
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
         message, token = self._codec.encode(record), uuid.uuid4().hex
-        deadline_s = _deadline_s(timeout_s)
+        deadline_s = deadline_after(timeout_s)
         while (answer := self._run(_APPEND, self._capacity, message, token)[0]) == b"full":
             if not self._wait(deadline_s, self._wait_for_room):
                 return None
         return int(answer)
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
-        deadline_s = _deadline_s(timeout_s)
+        deadline_s = deadline_after(timeout_s)
         while not (rows := self._select(from_offset, max_records)):
             if not self._wait(deadline_s, lambda seconds: self._wait_for_record(from_offset, seconds)):
                 return []
@@ -214,7 +214,3 @@ class RedisStream(Generic[Record]):
             return self._codec.decode(message)
         except StreamError as error:
             raise StreamError(f"{self._where}: record {offset}: {error}") from error
-
-
-def _deadline_s(timeout_s: float | None) -> float:
-    return math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -11,16 +11,14 @@ Every change is one transaction in WAL mode, so a killed process leaves the stre
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from midflight.doorbell import Doorbell
+from midflight.doorbell import Doorbell, deadline_after
 from midflight.errors import StreamError
 from midflight.streams.codec import SCHEMA_VERSION, Codec
 
@@ -59,7 +57,7 @@ class SqliteStream(Generic[Record]):
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
         message = self._codec.encode(record)
-        deadline_s = _deadline_s(timeout_s)
+        deadline_s = deadline_after(timeout_s)
         while (offset := self._insert(message)) is None:
             if not self._room.wait(deadline_s):
                 return None
@@ -67,7 +65,7 @@ class SqliteStream(Generic[Record]):
         return offset
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
-        deadline_s = _deadline_s(timeout_s)
+        deadline_s = deadline_after(timeout_s)
         while not (rows := self._select(from_offset, max_records)):
             if not self._appended.wait(deadline_s):
                 return []
@@ -192,7 +190,3 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _deadline_s(timeout_s: float | None) -> float:
-    return math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
@@ -154,8 +154,11 @@ class WeightSender(Protocol):
 
     def announce(self, specs: Sequence[TensorSpec]) -> None: ...
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Make these weights the newest; never waits for a receiver."""
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Make these weights, in the order announced, the newest; never waits for a receiver.
+
+        Asks for one tensor after another, so that a trainer need not have all of them in one piece.
+        """
         ...
 
 

@@ -110,7 +110,7 @@ def any_receiver(transport: Transport, path: Path) -> Iterator[WeightReceiver]:
 def test_weights_of_every_dtype_arrive_bit_for_bit(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     any_sender.announce(specs_of(weights_of(0)))
     for version in range(8):
-        any_sender.send(version, weights_of(version))
+        any_sender.send(version, weights_of(version).items())
         assert any_receiver.newest_version() == version
         assert_equal(any_receiver.receive(), version, weights_of(version))
         assert_equal(any_receiver.receive(), version, weights_of(version))
@@ -119,9 +119,9 @@ def test_weights_of_every_dtype_arrive_bit_for_bit(any_sender: WeightSender, any
 def test_only_the_newest_version_counts(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     any_sender.announce(specs_of(weights_of(0)))
     for version in range(10):
-        any_sender.send(version, weights_of(version))
+        any_sender.send(version, weights_of(version).items())
     assert_equal(any_receiver.receive(), 9, weights_of(9))
-    any_sender.send(4, weights_of(4))
+    any_sender.send(4, weights_of(4).items())
     assert any_receiver.newest_version() == 4, "newest is what was sent last: a trainer may go back to a checkpoint"
     assert_equal(any_receiver.receive(), 4, weights_of(4))
 
@@ -130,10 +130,10 @@ def test_received_tensors_stay_as_they_are_until_the_next_receive(
     any_sender: WeightSender, any_receiver: WeightReceiver
 ) -> None:
     any_sender.announce(specs_of(weights_of(0)))
-    any_sender.send(0, weights_of(0))
+    any_sender.send(0, weights_of(0).items())
     received = any_receiver.receive()
     for version in range(1, 8):
-        any_sender.send(version, weights_of(version))
+        any_sender.send(version, weights_of(version).items())
     assert_equal(received, 0, weights_of(0))
 
 
@@ -141,7 +141,7 @@ def test_trainable_strided_weights_can_be_sent(any_sender: WeightSender, any_rec
     weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4).T)
     any_sender.announce(specs_of({"weight": weight}))
     for version in range(4):
-        any_sender.send(version, {"weight": weight})
+        any_sender.send(version, {"weight": weight}.items())
     received = any_receiver.receive()
     assert_equal(received, 3, {"weight": weight.detach()})
     assert not received[1]["weight"].requires_grad
@@ -155,7 +155,7 @@ def test_a_receiver_may_come_before_the_sender(any_sender: WeightSender, any_rec
     assert any_receiver.newest_version() is None
     with pytest.raises(WeightUpdateError, match="no weights have been sent"):
         any_receiver.receive()
-    any_sender.send(0, weights_of(0))
+    any_sender.send(0, weights_of(0).items())
     assert any_receiver.newest_version() == 0
 
 
@@ -163,7 +163,7 @@ def test_several_receivers_see_the_same(
     path: Path, transport: Transport, any_sender: WeightSender, any_receiver: WeightReceiver
 ) -> None:
     any_sender.announce(specs_of(weights_of(0)))
-    any_sender.send(5, weights_of(5))
+    any_sender.send(5, weights_of(5).items())
     with closing(transport.receiver(path)) as late:
         assert_equal(late.receive(), 5, weights_of(5))
     assert_equal(any_receiver.receive(), 5, weights_of(5))
@@ -173,7 +173,7 @@ def test_waiting_ends_when_time_is_up(any_sender: WeightSender, any_receiver: We
     assert not any_receiver.wait(newer_than=-1, timeout_s=0)
     assert not any_receiver.wait(newer_than=-1, timeout_s=0.01)
     any_sender.announce(specs_of(weights_of(0)))
-    any_sender.send(3, weights_of(3))
+    any_sender.send(3, weights_of(3).items())
     assert any_receiver.wait(newer_than=2, timeout_s=0)
     assert not any_receiver.wait(newer_than=3, timeout_s=0.01)
 
@@ -195,7 +195,7 @@ def test_a_version_wakes_a_receiver_that_waits(
     follower.start()
     any_sender.announce(specs_of(weights_of(0)))
     for version in range(50):
-        any_sender.send(version, weights_of(version))
+        any_sender.send(version, weights_of(version).items())
         turns.wait(TIMEOUT_S)
     follower.join(TIMEOUT_S)
     assert seen == list(range(50))
@@ -215,10 +215,10 @@ def test_weights_that_differ_from_the_announced_change_nothing(
     any_sender: WeightSender, any_receiver: WeightReceiver, change: dict[str, Tensor | None], message: str
 ) -> None:
     any_sender.announce(specs_of(weights_of(0)))
-    any_sender.send(1, weights_of(1))
+    any_sender.send(1, weights_of(1).items())
     changed = {name: tensor for name, tensor in {**weights_of(2), **change}.items() if tensor is not None}
     with pytest.raises(WeightUpdateError, match=message):
-        any_sender.send(2, changed)
+        any_sender.send(2, changed.items())
     assert_equal(any_receiver.receive(), 1, weights_of(1))
 
 
@@ -237,7 +237,7 @@ def test_tensors_that_cannot_be_sent_are_refused(
         sender.announce(specs)
     assert not path.exists()
     with pytest.raises(WeightUpdateError, match="sent before they were announced"):
-        sender.send(0, {})
+        sender.send(0, {}.items())
 
 
 # --- restarts and replaced files --------------------------------------------------------------------------------
@@ -249,18 +249,18 @@ def test_a_restarted_sender_goes_on_in_the_same_file(path: Path, receiver: Weigh
             sender.announce(specs_of(weights_of(0)))
             if version:
                 assert_equal(receiver.receive(), version - 1, weights_of(version - 1))
-            sender.send(version, weights_of(version))
+            sender.send(version, weights_of(version).items())
         assert_equal(receiver.receive(), version, weights_of(version))
 
 
 def test_a_receiver_notices_another_layout(path: Path, sender: SharedMemorySender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(weights_of(0)))
-    sender.send(7, weights_of(7))
+    sender.send(7, weights_of(7).items())
     received = receiver.receive()
     other = {"only": torch.ones(3)}
     sender.announce(specs_of(other))
     assert receiver.newest_version() is None
-    sender.send(1, other)
+    sender.send(1, other.items())
     assert_equal(receiver.receive(), 1, other)
     assert_equal(received, 7, weights_of(7))
     assert sorted(each.name for each in path.parent.iterdir()) == ["weights", "weights.sent"]
@@ -270,15 +270,15 @@ def test_a_removed_file_is_noticed_and_so_is_a_new_one(
     path: Path, sender: SharedMemorySender, receiver: WeightReceiver
 ) -> None:
     sender.announce(specs_of(weights_of(0)))
-    sender.send(7, weights_of(7))
+    sender.send(7, weights_of(7).items())
     assert receiver.newest_version() == 7
     sender.unlink()
     assert list(path.parent.iterdir()) == []
     assert receiver.newest_version() is None
     with pytest.raises(WeightUpdateError, match="sent before they were announced"):
-        sender.send(8, weights_of(8))
+        sender.send(8, weights_of(8).items())
     sender.announce(specs_of(weights_of(0)))
-    sender.send(2, weights_of(2))
+    sender.send(2, weights_of(2).items())
     assert_equal(receiver.receive(), 2, weights_of(2))
 
 
@@ -385,7 +385,7 @@ def test_a_copy_that_is_overtaken_starts_over(
 
     def send() -> None:
         version = next(versions)
-        sender.send(version, filled(version))
+        sender.send(version, filled(version).items())
 
     send()
     copyto: Callable[[Any, Any], None] = np.copyto
@@ -407,15 +407,15 @@ def test_a_copy_of_a_slot_that_is_being_written_starts_over(
 ) -> None:
     """Before a copy, the sender comes half around: two versions, and half of a third in the slot that is copied."""
     sender.announce(specs_of(HAMMERED))
-    sender.send(0, filled(0))
+    sender.send(0, filled(0).items())
     copyto: Callable[[Any, Any], None] = np.copyto
 
     def late_copy(to: Any, source: Any) -> None:
         monkeypatch.undo()
-        sender.send(1, filled(1))
-        sender.send(2, filled(2))
+        sender.send(1, filled(1).items())
+        sender.send(2, filled(2).items())
         with pytest.raises(ZeroDivisionError):
-            sender.send(3, deadly(3, give_up))
+            sender.send(3, deadly(3, give_up).items())
         copyto(to, source)
 
     monkeypatch.setattr(np, "copyto", late_copy)
@@ -427,12 +427,12 @@ def test_a_copy_that_is_not_overtaken_is_taken(
 ) -> None:
     """Two sends during a copy leave its slot alone, so nothing makes the receiver start over."""
     sender.announce(specs_of(HAMMERED))
-    sender.send(0, filled(0))
+    sender.send(0, filled(0).items())
     copyto: Callable[[Any, Any], None] = np.copyto
 
     def slow_copy(to: Any, source: Any) -> None:
-        sender.send(1, filled(1))
-        sender.send(2, filled(2))
+        sender.send(1, filled(1).items())
+        sender.send(2, filled(2).items())
         copyto(to, source)
 
     monkeypatch.setattr(np, "copyto", slow_copy)
@@ -442,9 +442,9 @@ def test_a_copy_that_is_not_overtaken_is_taken(
 def test_a_send_that_fails_halfway_leaves_the_newest_version(sender: WeightSender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(HAMMERED))
     for version in range(6):  # whichever slot it fails in
-        sender.send(version, filled(version))
+        sender.send(version, filled(version).items())
         with pytest.raises(ZeroDivisionError):
-            sender.send(version + 1, deadly(version + 1, give_up))
+            sender.send(version + 1, deadly(version + 1, give_up).items())
         assert assert_whole(receiver.receive()) == receiver.newest_version() == version
 
 
@@ -455,7 +455,7 @@ def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver:
     with closing(SharedMemorySender(path)) as sender:
         sender.announce(specs_of(HAMMERED))
         assert assert_whole(receiver.receive()) == 7
-        sender.send(8, filled(8))
+        sender.send(8, filled(8).items())
     assert assert_whole(receiver.receive()) == 8
 
 
@@ -466,7 +466,7 @@ def test_two_files_stay_and_any_program_can_read_them(path: Path) -> None:
     with closing(FileSender(path)) as sender:
         sender.announce(specs_of(weights_of(0)))
         for version in range(5):
-            sender.send(version, weights_of(version))
+            sender.send(version, weights_of(version).items())
     names = sorted(each.name for each in path.iterdir())
     assert names == ["00000004.safetensors", "00000005.safetensors", "newest", "newest.sent"]
     with safe_open(path / names[1], framework="pt") as file:
@@ -479,19 +479,19 @@ def test_a_restarted_sender_of_files_goes_on_counting(path: Path) -> None:
         for version in (3, 4, 0):
             with closing(FileSender(path)) as sender:
                 sender.announce(specs_of(weights_of(0)))
-                sender.send(version, weights_of(version))
+                sender.send(version, weights_of(version).items())
             assert_equal(receiver.receive(), version, weights_of(version))
 
 
 def test_a_file_that_is_gone_before_it_is_read_is_looked_for_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
         sender.announce(specs_of(HAMMERED))
-        sender.send(0, filled(0))
+        sender.send(0, filled(0).items())
 
         def late_load(file: Path) -> Any:
             monkeypatch.undo()
-            sender.send(1, filled(1))
-            sender.send(2, filled(2))
+            sender.send(1, filled(1).items())
+            sender.send(2, filled(2).items())
             return weight_files.load_file(file)
 
         monkeypatch.setattr(weight_files, "load_file", late_load)
@@ -501,7 +501,7 @@ def test_a_file_that_is_gone_before_it_is_read_is_looked_for_again(path: Path, m
 def test_a_disk_that_is_full_leaves_the_newest_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
         sender.announce(specs_of(HAMMERED))
-        sender.send(0, filled(0))
+        sender.send(0, filled(0).items())
 
         def disk_full(_: Any, file: Path, metadata: Any) -> None:
             file.write_bytes(b"half")
@@ -509,10 +509,10 @@ def test_a_disk_that_is_full_leaves_the_newest_version(path: Path, monkeypatch: 
 
         monkeypatch.setattr(weight_files, "save_file", disk_full)
         with pytest.raises(WeightUpdateError, match=r"cannot be written to .*No space left"):
-            sender.send(1, filled(1))
+            sender.send(1, filled(1).items())
         monkeypatch.undo()
         assert assert_whole(receiver.receive()) == receiver.newest_version() == 0
-        sender.send(2, filled(2))
+        sender.send(2, filled(2).items())
         assert assert_whole(receiver.receive()) == 2
 
 
@@ -527,7 +527,7 @@ def test_a_damaged_pointer_is_an_error(path: Path, content: str) -> None:
 def test_a_damaged_file_of_weights_is_an_error(path: Path) -> None:
     with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
         sender.announce(specs_of(HAMMERED))
-        sender.send(0, filled(0))
+        sender.send(0, filled(0).items())
         file = path / "00000001.safetensors"
         file.write_bytes(file.read_bytes()[:-7])
         with pytest.raises(WeightUpdateError, match=r"00000001\.safetensors cannot be read"):
@@ -539,14 +539,14 @@ def hammer(path: Path) -> None:
     sender.announce(specs_of(HAMMERED))
     test = os.getppid()
     for version in itertools.takewhile(lambda _: os.getppid() == test, itertools.count()):
-        sender.send(version, filled(version))
+        sender.send(version, filled(version).items())
 
 
 def die(path: Path) -> None:
     sender = SharedMemorySender(path)
     sender.announce(specs_of(HAMMERED))
-    sender.send(7, filled(7))
-    sender.send(8, deadly(8, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    sender.send(7, filled(7).items())
+    sender.send(8, deadly(8, lambda: os.kill(os.getpid(), signal.SIGKILL)).items())
 
 
 if __name__ == "__main__":

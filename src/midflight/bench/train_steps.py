@@ -5,7 +5,7 @@ Suffixes: B rows, L the longest of them, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,5 +126,5 @@ class _Nowhere:
     def announce(self, specs: Sequence[TensorSpec]) -> None:
         pass
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         raise AssertionError("publishing is not measured")

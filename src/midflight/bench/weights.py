@@ -132,7 +132,7 @@ def _through_directory(
     publish_s, receive_s = [], []
     for version in range(rounds + 1):  # the first one finds no pages
         started = time.perf_counter()
-        sender.send(version, weights)
+        sender.send(version, weights.items())
         publish_s.append(time.perf_counter() - started)
         receive_s.append(_ask(receiver, version))
     sender.close()

@@ -38,7 +38,8 @@ from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.trainer.learning_rates import LearningRates
-from midflight.trainer.single import OptimizerSettings, PolicySettings, SingleProcessTrainer
+from midflight.trainer.policies import PolicySettings
+from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
 _NUM_TOKENIZER_SAMPLES = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,8 +142,8 @@ class InProcessWeights:
     def announce(self, specs: Sequence[TensorSpec]) -> None:
         pass
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        copies = {name: tensor.clone() for name, tensor in weights.items()}
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        copies = {name: tensor.clone() for name, tensor in weights}
         with self._condition:
             self.sent[version] = copies
             self._condition.notify_all()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from midflight.models.loading import load_model, load_tokenizer, quiet, weights_of
-from midflight.models.policy import PackedPolicy
 from midflight.protocols import PolicyOutputs, WeightSender
+from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy, published_weights
 from midflight.types import Microbatch
 from midflight.weights.slot_file import specs_of
 
@@ -31,15 +29,6 @@ class OptimizerSettings:
     max_grad_norm: float
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """What is computed in a forward pass besides log-probabilities."""
-
-    temperature: float = 1.0  # of the sampling distribution
-    with_values: bool = False
-    entropy_gradient: bool = False
-
-
 class SingleProcessTrainer:
     """Implements TrainerBackend."""
 
@@ -48,7 +37,7 @@ class SingleProcessTrainer:
         model_path: Path,
         optimizer: OptimizerSettings,
         sender: WeightSender,
-        policy: PolicySettings = PolicySettings(),
+        policy: PolicySettings = PLAIN_POLICY,
         device: torch.device | str = "cpu",
     ) -> None:
         self._model_path, self._optimizer_settings, self._policy_settings = model_path, optimizer, policy
@@ -59,18 +48,15 @@ class SingleProcessTrainer:
         """Load the model and announce the weights it will publish."""
         assert rank == 0, "a single process has one rank"
         self._tokenizer = load_tokenizer(self._model_path)
-        self.model: Any = load_model(self._model_path)
-        policy = self._policy_settings
-        self._policy = PackedPolicy(
-            self.model, policy.temperature, policy.with_values, policy.entropy_gradient
-        ).to(self._device)  # fmt: skip
+        self._policy = build_policy(self._model_path, self._policy_settings).to(self._device)
+        self.model = self._policy.model
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters(),
             betas=self._optimizer_settings.betas,
             weight_decay=self._optimizer_settings.weight_decay,
             fused=True,
         )
-        self._sender.announce(specs_of(weights_of(self.model)))
+        self._sender.announce(specs_of(dict(published_weights(self._policy))))
 
     def forward(self, microbatch: Microbatch) -> PolicyOutputs:
         scores, values = self._policy(microbatch)
@@ -101,16 +87,19 @@ class SingleProcessTrainer:
         return {"grad_norm": grad_norm, "skipped": 0.0 if finite else 1.0}
 
     def publish_weights(self, version: int) -> None:
-        self._sender.send(version, weights_of(self.model))
+        self._sender.send(version, published_weights(self._policy))
 
     def save(self, directory: Path) -> None:
         """Model and tokenizer as `from_pretrained` reads them; beside them what only training needs."""
         with quiet():
             self.model.save_pretrained(directory)
         self._tokenizer.save_pretrained(directory)
-        state = self._optimizer.state_dict()["state"]
-        tensors = {f"{index}.{name}": tensor for index, entry in state.items() for name, tensor in entry.items()}
-        save_file(tensors, directory / _OPTIMIZER_FILE)
+        states = {
+            f"{kind}.{name}": tensor
+            for name, parameter in self._policy.named_parameters()
+            for kind, tensor in self._optimizer.state[parameter].items()
+        }
+        save_file(states, directory / _OPTIMIZER_FILE)
         if self._policy.value_head is not None:
             save_file(self._policy.value_head.state_dict(), directory / _VALUE_HEAD_FILE)
         if self._proximal is not None:
@@ -126,9 +115,9 @@ class SingleProcessTrainer:
         if (directory / _PROXIMAL_FILE).exists():
             proximal = load_file(directory / _PROXIMAL_FILE)
             self._proximal = {name: tensor.to(self._device) for name, tensor in proximal.items()}
-        state: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
-        for key, tensor in load_file(directory / _OPTIMIZER_FILE).items():
-            index, _, name = key.partition(".")
-            state[int(index)][name] = tensor
         # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": dict(state)})
+        parameters = dict(self._policy.named_parameters())
+        self._optimizer.state.clear()
+        for key, tensor in load_file(directory / _OPTIMIZER_FILE).items():
+            kind, _, name = key.partition(".")
+            self._optimizer.state[parameters[name]][kind] = tensor.to(self._device)

@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -53,13 +53,11 @@ class FileSender:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._sent = _open_doorbell(self._directory)
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Make these weights the newest; returns when they are on the disk."""
         if self._layout is None or self._sent is None:
             raise WeightUpdateError("weights were sent before they were announced")
-        tensors = self._layout.in_order(weights)
-        names = [placed.spec.name for placed in self._layout.tensors]
-        contents = {name: tensor.detach().cpu().contiguous() for name, tensor in zip(names, tensors, strict=True)}
+        contents = {name: tensor.detach().cpu().contiguous() for name, tensor in self._layout.checked(weights)}
         counts = _counts(self._directory)
         name = f"{max(counts, default=0) + 1:08}.safetensors"
         try:

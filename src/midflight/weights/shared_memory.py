@@ -13,7 +13,7 @@ was, and a receiver only ever reads the file.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ class SharedMemorySender:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: SlotFile | None = None
-        self._views: list[list[Tensor]] = []
+        self._views: list[dict[str, Tensor]] = []
         self._sent: Doorbell | None = None
         self._fence = Fence()
 
@@ -61,14 +61,13 @@ class SharedMemorySender:
             self.close()
             create(self._path, layout)
             self._file = SlotFile(self._path, writable=True)
-        self._views = [list(layout.views(torch.from_numpy(slot)).values()) for slot in self._file.slots]
+        self._views = [layout.views(torch.from_numpy(slot)) for slot in self._file.slots]
         self._sent = _open_doorbell(self._path)
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Make these weights the newest; takes the time of one copy and never waits for a receiver."""
         if self._file is None or self._sent is None:
             raise WeightUpdateError("weights were sent before they were announced")
-        tensors = self._file.layout.in_order(weights)
         words = self._file.words
         slot = (words[NEWEST] & 3) % NUM_SLOTS  # the one after the newest: out of use the longest
         stamp = 1 + max(words[BEGIN : BEGIN + NUM_SLOTS])
@@ -76,8 +75,8 @@ class SharedMemorySender:
         self._fence()
         words[VERSION + slot] = version
         with torch.no_grad():
-            for view, tensor in zip(self._views[slot], tensors, strict=True):
-                view.copy_(tensor)
+            for name, tensor in self._file.layout.checked(weights):
+                self._views[slot][name].copy_(tensor)
         self._fence()
         words[END + slot] = stamp
         words[NEWEST] = version << 2 | slot + 1

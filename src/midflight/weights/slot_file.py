@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,21 +72,27 @@ class SlotLayout:
             for placed in self.tensors
         }
 
-    def in_order(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors as they were announced, every one of them checked before any is used.
+    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights, one after the other, each checked against what was announced in its place.
 
         Raises: WeightUpdateError if one is missing, too many, or of another shape or dtype.
         """
-        announced = [placed.spec for placed in self.tensors]
-        _check_names({spec.name for spec in announced}, weights)
-        tensors = [weights[spec.name] for spec in announced]
-        for spec, tensor in zip(announced, tensors, strict=True):
+        announced = {placed.spec.name: placed.spec for placed in self.tensors}
+        expected = iter(announced.values())
+        for name, tensor in weights:
+            if name not in announced:
+                raise WeightUpdateError(f"the weights have {name!r}, which was not announced")
+            spec = next(expected, None)
+            if spec is None or spec.name != name:
+                raise WeightUpdateError(_misplaced(name, spec))
             if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
                 found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 raise WeightUpdateError(
                     f"tensor {spec.name!r} is {found}, announced as {spec.dtype} {list(spec.shape)}"
                 )
-        return tensors
+            yield name, tensor
+        if (spec := next(expected, None)) is not None:
+            raise WeightUpdateError(f"the weights lack {spec.name!r}")
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
@@ -107,12 +113,10 @@ def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
     return SlotLayout(tuple(placed), end)
 
 
-def _check_names(announced: set[str], found: Iterable[str]) -> None:
-    missing, extra = announced.difference(found), set(found).difference(announced)
-    if missing:
-        raise WeightUpdateError(f"the weights lack {min(missing)!r}")
-    if extra:
-        raise WeightUpdateError(f"the weights have {min(extra)!r}, which was not announced")
+def _misplaced(name: str, expected: TensorSpec | None) -> str:
+    if expected is None:
+        return f"the weights have {name!r} twice"
+    return f"the weights lack {expected.name!r}, or it is not before {name!r}, as was announced"
 
 
 class SlotFile:

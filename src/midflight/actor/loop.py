@@ -69,7 +69,8 @@ class RolloutLoop:
         while not should_stop():
             newest = self._receiver.newest_version()
             assert newest is not None, "the trainer publishes its first weights before the loop starts"
-            self.turn(newest)
+            # A trainer that was started again makes versions once more that are sampled with already.
+            self.turn(max(newest, self._generator.weight_version))
         self._actor.stop()
         self._save()
 
@@ -112,6 +113,8 @@ class RolloutLoop:
     def _update_weights(self) -> None:
         with self._tracer.span("update"):
             version, weights = self._receiver.receive()
+            if version <= self._generator.weight_version:
+                return
             self._generator.update_weights(version, weights)
         self._actor.note_update()
         self._meter.note_update(sum(tensor.nbytes for tensor in weights.values()))

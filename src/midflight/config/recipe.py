@@ -17,6 +17,7 @@ from midflight.config.sections import (
     SamplingConfig,
     ServeConfig,
     StreamsConfig,
+    SupervisorConfig,
     TaskConfig,
     TrainerConfig,
 )
@@ -39,6 +40,7 @@ class Recipe(Section):
     preprocess: PreprocessConfig = PreprocessConfig()
     streams: StreamsConfig = StreamsConfig()
     trainer: TrainerConfig = TrainerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()
 

@@ -132,6 +132,23 @@ class TrainerConfig(Section):
     threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
 
 
+class SupervisorConfig(Section):
+    """What watches the processes of a run, and starts again what dies or hangs."""
+
+    max_restarts: int = Field(
+        3, ge=0, description="of one process in a row, without an optimizer step in between; then the run ends"
+    )
+    backoff_s: float = Field(
+        0.5, ge=0, description="wait before a process is started again; doubles each time in a row, seconds"
+    )
+    heartbeat_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="a process that does nothing for so long is killed and started again; more than the longest"
+        " optimizer step, checkpoint or start takes, seconds",
+    )
+
+
 class EvalConfig(Section):
     num_problems: int = Field(512, ge=0, description="held-out problems before and after the run; 0: none")
     num_in_flight: int = Field(256, ge=1, description="problems at a time")

@@ -16,8 +16,9 @@ from midflight.errors import RecipeError, RunDirectoryError
 
 _STOP_TIMEOUT_S = 60.0  # a worker may be at a long optimizer step, or at a checkpoint
 _POLL_S = 0.05
+_WORKER_LOCK = ".worker.lock"
 # What may differ when a run goes on; the rest decides which problems and batches there are.
-_RESUMABLE = {"trainer", "engine", "eval", "preprocess.threads"}
+_RESUMABLE = {"trainer", "supervisor", "engine", "eval", "preprocess.threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,6 @@ class RunDirectory:
     def rejected_batches(self) -> Path:
         return self.path / "logs" / "rejected"
 
-    @property
-    def _worker_lock(self) -> Path:
-        return self.path / ".workers.lock"
-
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"
 
@@ -91,26 +88,31 @@ class RunDirectory:
             yield
 
     @contextlib.contextmanager
-    def worker_locked(self) -> Iterator[None]:
-        """What a worker holds while it lives: it may outlive its supervisor by a moment."""
-        with self._worker_lock.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
+    def worker_locked(self, name: str) -> Iterator[None]:
+        """What a worker holds while it lives: there is one of each name, whoever started it.
+
+        Raises: RunDirectoryError if there is another one.
+        """
+        with (self.path / f".{name}{_WORKER_LOCK}").open("w") as lock:
+            if not _try_lock(lock):
+                raise RunDirectoryError(f"{self.path} is in use: it has a {name} process already")
             yield
 
     def wait_for_workers(self, say: Callable[[str], object]) -> None:
-        """Until no worker of an earlier supervisor is left, which must not write beside those of this one.
+        """Until no worker of an earlier supervisor is left, which it may outlive by a moment.
 
         Raises: RunDirectoryError if one does not end.
         """
         deadline_s: float | None = None
-        with self._worker_lock.open("w") as lock:
-            while not _try_lock(lock):
-                if deadline_s is None:
-                    say("waiting for the processes of an earlier run in this directory to stop")
-                    deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-                if time.monotonic() >= deadline_s:
-                    raise RunDirectoryError(f"{self.path} is in use: processes of an earlier run in it do not stop")
-                time.sleep(_POLL_S)
+        for path in self.path.glob(f".*{_WORKER_LOCK}"):
+            with path.open("w") as lock:
+                while not _try_lock(lock):
+                    if deadline_s is None:
+                        say("waiting for the processes of an earlier run in this directory to stop")
+                        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+                    if time.monotonic() >= deadline_s:
+                        raise RunDirectoryError(f"{self.path} is in use: processes of an earlier run do not stop")
+                    time.sleep(_POLL_S)
 
 
 def _try_lock(file: IO[str]) -> bool:

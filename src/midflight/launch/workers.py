@@ -1,12 +1,13 @@
 """The process bodies of a run on one machine, and what they share: signals, logs, a line to the supervisor.
 
-A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",) or ("failed", exit_code, text).
-("note", text) is for the user, and may come at any time.
+A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",), with ("crashed", text), or, if
+starting it again would not help, with ("failed", exit_code, text). ("note", text) is for the user, at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,15 +63,18 @@ class WorkerContext:
     run: RunDirectory
     weights_directory: Path
     supervisor: Connection
-    supervisor_pid: int
+    heartbeat: Any  # a c_uint64 in shared memory
+    num_restarts: int  # of this role, before this process
 
     def should_stop(self) -> bool:
-        """Asked to, or nobody is left to ask."""
+        """Asked to, or nobody is left to ask. Every loop asks in every turn, which shows that it has not hung."""
+        self.heartbeat.value += 1
         return _stop_requested or self.is_orphan()
 
     def is_orphan(self) -> bool:
         """Whether the supervisor was killed."""
-        return os.getppid() != self.supervisor_pid
+        parent = multiprocessing.parent_process()
+        return parent is None or not parent.is_alive()
 
     @property
     def weights_path(self) -> Path:
@@ -89,23 +94,26 @@ class WorkerContext:
 _stop_requested = False
 
 
-def run_worker(body: Callable[[WorkerContext], None], role: str, context: WorkerContext) -> None:
+WorkerBody = Callable[[WorkerContext], None]
+
+
+def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
     """The entry point of a worker process: `body` with its output in the log and its end reported."""
-    _redirect_output(context.run.log(role))
+    _redirect_output(context.run.log(name))
     # Ctrl-C reaches the whole terminal group; only the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _request_stop)
     torch.set_num_interop_threads(1)
-    with context.run.worker_locked():
+    with context.run.worker_locked(name):
         try:
             if not context.is_orphan():  # or the run may have gone on without it before it took the lock
-                _run(body, role, context)
+                _run(body, name, context)
         finally:
             if context.is_orphan():  # nobody else is left to remove them; another worker may be at it too
                 shutil.rmtree(context.weights_directory, ignore_errors=True)
 
 
-def _run(body: Callable[[WorkerContext], None], role: str, context: WorkerContext) -> None:
+def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
     try:
         body(context)
     except MidflightError as error:
@@ -114,8 +122,7 @@ def _run(body: Callable[[WorkerContext], None], role: str, context: WorkerContex
         sys.exit(error.exit_code)
     except Exception as error:
         traceback.print_exc()
-        text = f"the {role} process failed: {type(error).__name__}: {error} (see {context.run.log(role)})"
-        context.tell("failed", 1, text)
+        context.tell("crashed", f"the {name} process failed: {type(error).__name__}: {error}")
         sys.exit(1)
     context.tell("done")
 
@@ -186,9 +193,9 @@ def preprocess_body(context: WorkerContext) -> None:
     batches.close()
 
 
-def worker_bodies(recipe: Recipe) -> dict[str, Callable[[WorkerContext], None]]:
+def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
     """The processes of a run, by role."""
-    bodies: dict[str, Callable[[WorkerContext], None]] = {"trainer": trainer_body, "rollout": rollout_body}
+    bodies: dict[str, WorkerBody] = {"trainer": trainer_body, "rollout": rollout_body}
     if recipe.preprocess.process == "own":
         bodies["preprocess"] = preprocess_body
     return bodies

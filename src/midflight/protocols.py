@@ -199,6 +199,10 @@ class Stream(Protocol[Record]):
         """Forget the records before `before_offset`."""
         ...
 
+    def skip_to(self, offset: int) -> None:
+        """Forget every record; the next one gets `offset`. For one that lost records which others have gone past."""
+        ...
+
     def next_offset(self) -> int:
         """The offset the next appended record will get."""
         ...

@@ -237,6 +237,18 @@ def test_trimming_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], else
     written.result(TIMEOUT_S)
 
 
+def test_a_stream_that_lost_records_goes_on_after_them(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(2).stream
+    append_all(stream, 2)
+    stream.skip_to(7)
+    assert stream.next_offset() == 7
+    assert stream.read(7, timeout_s=0) == []
+    assert [stream.append(problem(index), timeout_s=0) for index in (7, 8, 9)] == [7, 8, None]
+    with pytest.raises(StreamError, match="offset 1 was trimmed; the stream starts at 7"):
+        stream.read(1)
+    assert stream.read(8, timeout_s=0) == [problem(8)]
+
+
 def test_an_offset_past_the_end_is_an_error(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(1).stream
     append_all(stream, 1)

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from midflight.actor.partials import PartialBuffer
 from midflight.config import load_recipe
+from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.streams import open_batches, open_groups, open_handed_over
-from midflight.launch.workers import actor_checkpoint
+from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import read_metrics
 from midflight.types import ChosenBatch, TrainingBatch
 
@@ -146,8 +145,7 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
     assert summary["samples"] == summary["steps"] * BATCH_SIZE
     assert [line["version"] for line in read_metrics(run.metrics)] == list(range(1, summary["steps"] + 1))
     recipe = load_recipe(run.config)
-    with closing(open_handed_over(run, recipe)) as stream, closing(PartialBuffer(run.partials)) as partials:
-        checkpoint = actor_checkpoint(partials, stream)
+    checkpoint = actor_checkpoint(run, recipe)
     assert checkpoint
     batches, waiting = batches_of(run), waiting_of(run)
     first = min(batches)

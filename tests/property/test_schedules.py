@@ -21,7 +21,7 @@ from torch import Tensor
 from midflight.actor.actor import Actor, ActorConfig, ChosenGroups
 from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.partials import PartialBuffer
-from midflight.launch.workers import actor_checkpoint
+from midflight.launch.resuming import restored_actor
 from midflight.metrics.lengths import length_bias
 from midflight.preprocess.advantages import group_mean
 from midflight.preprocess.batches import Preprocessing
@@ -35,6 +35,7 @@ from midflight.schedules.pipeline import PipelineSchedule
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState
 from midflight.types import FleetView, Rollout, RolloutGroup, SamplingParams, TrainingBatch
 
 GROUP_SIZE = 2
@@ -153,7 +154,7 @@ class Run:
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
         self.generator = ScriptedGenerator(self.world.length_of, self.world.update_ticks)
         self.generator.weight_version = self.receiver.version
-        checkpoint = actor_checkpoint(self.partials, self.stream) if self.partials else None
+        checkpoint = restored_actor(self.partials, [self.stream], TrainerState()) if self.partials else None
         self.actor = Recording(
             self.config, self.generator, self.schedule, environment, grader, DigitTokenizer(), checkpoint
         )

@@ -172,7 +172,7 @@ def test_what_the_errors_advise_works(recipe_file: Path, overrides: list[str]) -
         ("[model]\n", "model.path is missing"),
         ("[model\n", "is not valid TOML"),
         ("model = 3\n", "model: "),
-        ('[model]\npath = "m"\n[surprise]\nx = 1\n', "unknown key surprise; known are "),
+        ('[model]\npath = "m"\n[novelty]\nx = 1\n', "unknown key novelty; known are "),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:

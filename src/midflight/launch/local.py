@@ -12,7 +12,7 @@ import json
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from midflight.config import Recipe
 from midflight.errors import MidflightError
 from midflight.launch.evaluation import evaluate_model
 from midflight.launch.progress import LiveView
+from midflight.launch.resuming import prepare_to_resume
 from midflight.launch.run_directory import RunDirectory, write_whole
 from midflight.launch.summary import summarize
 from midflight.launch.supervisor import Supervisor, warm_up
@@ -44,14 +45,16 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
     Raises: WorkerError or what a worker reported; InterruptedRunError after Ctrl-C, with a checkpoint written.
     """
     ended_early: MidflightError | None = None
+    say = functools.partial(console.print, soft_wrap=True)
     with run.locked():
-        run.wait_for_workers(functools.partial(console.print, soft_wrap=True))
+        run.wait_for_workers(say)
+        prepare_to_resume(run, recipe, say)
         warm_up()
         before = _previous_summary(run)
         eval_before = before.get("eval_before") or _evaluate(recipe, recipe.model.path, "before", console)
         num_restarts: Counter[str] = Counter(before.get("restarts"))
         try:
-            _train(recipe, run, num_restarts, console)
+            _train(recipe, run, num_restarts, say, console)
         except MidflightError as error:
             ended_early = error
         spans = [run.spans(role) for role in worker_bodies(recipe)]
@@ -79,10 +82,11 @@ def _evaluate(recipe: Recipe, model: Path | None, when: str, console: Any) -> di
         return asdict(evaluate_model(recipe, model))
 
 
-def _train(recipe: Recipe, run: RunDirectory, num_restarts: Counter[str], console: Any) -> None:
+def _train(
+    recipe: Recipe, run: RunDirectory, num_restarts: Counter[str], say: Callable[[str], None], console: Any
+) -> None:
     with _weights_directory() as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
         tail = MetricsTail(run.metrics)
-        say = functools.partial(console.print, soft_wrap=True)
         supervisor = Supervisor(recipe, run, weights_directory, worker_bodies(recipe), num_restarts, say)
 
         def refresh() -> None:

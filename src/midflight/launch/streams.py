@@ -33,11 +33,6 @@ def open_groups(run: RunDirectory, recipe: Recipe) -> Stream[ChosenBatch]:
     return _open(run, recipe, run.groups, ChosenBatch)
 
 
-def open_handed_over(run: RunDirectory, recipe: Recipe) -> Stream[ChosenBatch] | Stream[TrainingBatch]:
-    """The stream whose last record says where the actor was when it handed a batch over."""
-    return open_groups(run, recipe) if recipe.preprocess.process == "own" else open_batches(run, recipe)
-
-
 def check_streams(recipe: Recipe) -> None:
     """Raises: RecipeError if the recipe's Redis cannot be used; MissingExtraError without the package for it."""
     if recipe.streams.type == "redis":

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
 from midflight.errors import StreamError
+from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.streams import open_batches, open_groups, open_handed_over
-from midflight.launch.workers import actor_checkpoint
+from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
@@ -101,13 +100,7 @@ def mean_by_lag(lines: Sequence[MetricsLine], key: str) -> list[float | None]:
 
 def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:
     """Of when it was last saved or handed a batch over, whichever was later; None if it never came to either."""
-    if not run.partials.exists():
-        return None
-    with (
-        contextlib.closing(open_handed_over(run, recipe)) as handed_over,
-        contextlib.closing(PartialBuffer(run.partials)) as partials,
-    ):
-        checkpoint = actor_checkpoint(partials, handed_over)
+    checkpoint = actor_checkpoint(run, recipe) if run.partials.exists() else None
     return checkpoint.state if checkpoint else None
 
 

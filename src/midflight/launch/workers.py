@@ -39,8 +39,9 @@ from midflight.launch.build import (
 )
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
+from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.streams import open_batches, open_groups, open_handed_over
+from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
@@ -144,7 +145,7 @@ def trainer_body(context: WorkerContext) -> None:
     codec = Codec(TrainingBatch)
     with JsonlWriter(run.metrics, resume_version=state.version) as metrics, _tracer(run, "trainer") as tracer:
         loop = TrainLoop(
-            _loop_settings(recipe, run), backend, build_objective(recipe), batches, metrics, tracer, state, codec.encode
+            loop_settings(recipe, run), backend, build_objective(recipe), batches, metrics, tracer, state, codec.encode
         )
         _start_together(context)
         loop.run(context.should_stop)
@@ -161,14 +162,13 @@ def rollout_body(context: WorkerContext) -> None:
     version, weights = receiver.receive()
     config, tokenizer = load_config(recipe.model.path), load_tokenizer(recipe.model.path)
     engine = build_engine(recipe, config, weights, num_rows=schedule.max_in_flight, version=version)
-    partials = PartialBuffer(run.partials)
-    with contextlib.closing(open_handed_over(run, recipe)) as handed_over:
-        checkpoint = actor_checkpoint(partials, handed_over)
+    checkpoint = actor_checkpoint(run, recipe)
     environment = build_environment(recipe)
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
+        contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
         actor_config = build_actor_config(recipe, tokenizer)
         actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
@@ -178,7 +178,6 @@ def rollout_body(context: WorkerContext) -> None:
         with tracer.span("wait"):
             _catch_up(engine, receiver, checkpoint, context)
         loop.run(context.should_stop)
-    partials.close()
 
 
 def preprocess_body(context: WorkerContext) -> None:
@@ -201,24 +200,6 @@ def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
     return bodies
 
 
-def actor_checkpoint(
-    partials: PartialBuffer, handed_over: Stream[ChosenBatch] | Stream[TrainingBatch]
-) -> ActorCheckpoint | None:
-    """Where the actor goes on: after the last batch it handed over, with all rollouts that belong there.
-
-    The buffer is as old as its last save. If a batch was handed over since then, its counts are of before that
-    batch, and the batch itself says what they are; the rollouts of groups that were open then are still good.
-    """
-    saved, num_batches = partials.load(), handed_over.next_offset()
-    if saved and saved.state.num_batches == num_batches:
-        return saved
-    if num_batches == 0:
-        return None
-    state = handed_over.read(num_batches - 1)[0].actor_state
-    still_open = set(state.open_group_ids)
-    return ActorCheckpoint(state, [each for each in saved.rollouts if each.group_id in still_open] if saved else [])
-
-
 def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[ChosenBatch] | PreprocessAtOnce:
     """Where the rollout loop appends; the reference is loaded only by the process that preprocesses."""
     if recipe.preprocess.process == "own":
@@ -226,7 +207,7 @@ def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[Cho
     return PreprocessAtOnce(open_batches(run, recipe), Preprocessor(build_preprocessing(recipe), tracer))
 
 
-def _loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
+def loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
     trainer = recipe.trainer
     return LoopSettings(
         max_steps=trainer.max_steps,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -28,6 +29,32 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
         missing.append("*.safetensors")
     if missing:
         raise ModelError(f"{key}: {path} has no {', no '.join(missing)}")
+
+
+def check_same_model(checkpoint: Path, path: Path) -> None:
+    """Whether a checkpoint holds weights of the model in `path`. Reads none of them.
+
+    Raises: ModelError naming what differs.
+    """
+    found, expected = load_config(checkpoint).model_type, load_config(path).model_type
+    if found != expected:
+        raise ModelError(f"{checkpoint} is of another model: a {found}, and model.path = {path} is a {expected}")
+    found_shapes, expected_shapes = _shapes(checkpoint), _shapes(path)
+    for name in sorted(found_shapes.keys() & expected_shapes.keys()):
+        if found_shapes[name] != expected_shapes[name]:
+            raise ModelError(
+                f"{checkpoint} is of another model: its {name} is {found_shapes[name]}, and that of model.path ="
+                f" {path} is {expected_shapes[name]}"
+            )
+
+
+def _shapes(directory: Path) -> dict[str, list[int]]:
+    """Of every tensor in the model's files."""
+    shapes = {}
+    for file in directory.glob("model*.safetensors"):
+        with _readable(directory), safe_open(file, framework="pt") as tensors:
+            shapes.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
+    return shapes
 
 
 def load_config(path: Path) -> Any:
@@ -58,7 +85,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 

@@ -57,6 +57,13 @@ class MemoryStream(Generic[Record]):
             self._read_offset = max(self._read_offset, before_offset)
             self._changed.notify_all()
 
+    def skip_to(self, offset: int) -> None:
+        with self._changed:
+            self._check_open()
+            self._records.clear()
+            self._first_offset = self._read_offset = offset
+            self._changed.notify_all()
+
     def next_offset(self) -> int:
         with self._changed:
             self._check_open()

@@ -83,6 +83,16 @@ move_read_position(before)
 return {0}
 """
 )
+_SKIP = (
+    _PREAMBLE
+    + """
+redis.call('DEL', log)
+redis.call('HSET', meta, 'next', ARGV[2], 'read', ARGV[2])
+redis.call('DEL', room)
+redis.call('LPUSH', room, 1)
+return {0}
+"""
+)
 _NEXT_OFFSET = _PREAMBLE + "return {field('next')}"
 
 
@@ -112,7 +122,8 @@ class RedisStream(Generic[Record]):
             raise StreamError(f"no URL of a Redis: {error}") from error
         self._keys = [f"{{{name}}}:{part}" for part in ("meta", "log", "room")]
         self._scripts = {
-            script: self._client.register_script(script) for script in (_OPEN, _APPEND, _READ, _TRIM, _NEXT_OFFSET)
+            script: self._client.register_script(script)
+            for script in (_OPEN, _APPEND, _READ, _TRIM, _SKIP, _NEXT_OFFSET)
         }
         self._closed = False
         self._identity = self._open(record_type.__name__)
@@ -134,6 +145,9 @@ class RedisStream(Generic[Record]):
 
     def trim(self, before_offset: int) -> None:
         self._run(_TRIM, before_offset)
+
+    def skip_to(self, offset: int) -> None:
+        self._run(_SKIP, offset)
 
     def next_offset(self) -> int:
         return int(self._run(_NEXT_OFFSET)[0])

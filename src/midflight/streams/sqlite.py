@@ -77,6 +77,12 @@ class SqliteStream(Generic[Record]):
             self._db.execute("UPDATE stream SET read_offset = max(read_offset, min(next_offset, ?))", (before_offset,))
         self._room.ring()
 
+    def skip_to(self, offset: int) -> None:
+        with self._transaction():
+            self._db.execute("DELETE FROM records")
+            self._db.execute("UPDATE stream SET next_offset = ?1, read_offset = ?1", (offset,))
+        self._room.ring()
+
     def next_offset(self) -> int:
         with self._errors():
             offset: int = self._db.execute("SELECT next_offset FROM stream").fetchone()[0]

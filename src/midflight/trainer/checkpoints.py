@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from midflight.errors import CheckpointError
+from midflight.types import ActorState
 
 _STATE_FILE = "trainer_state.json"
 _HASHES_FILE = "hashes.json"  # file name -> SHA-256
@@ -43,6 +44,8 @@ class TrainerState:
     generated_lengths: dict[int, int] = field(default_factory=dict)
     trained_lengths: dict[int, int] = field(default_factory=dict)
     dropped_lengths: dict[int, int] = field(default_factory=dict)
+    # After the last batch that was trained on: the run can go on from here even if its streams are lost.
+    actor: ActorState = field(default_factory=ActorState)
 
 
 def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable[[Path], None], keep: int) -> Path:
@@ -121,7 +124,7 @@ def load_state(checkpoint: Path) -> TrainerState:
         values = json.loads((checkpoint / _STATE_FILE).read_text())
         for name in _HISTOGRAMS:
             values[name] = {int(key): count for key, count in values[name].items()}
-        return TrainerState(**values)
+        return TrainerState(**values | {"actor": ActorState(**values["actor"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {_first_line(error)}") from error
 

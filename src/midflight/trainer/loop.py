@@ -136,6 +136,7 @@ class TrainLoop:
         state.carried_tokens += batch.metrics["carried_token_fraction"] * batch.num_response_tokens
         most_versions = int(batch.metrics["versions_per_rollout/max"])
         state.versions_per_rollout_max = max(state.versions_per_rollout_max, most_versions)
+        state.actor = batch.actor_state
         ess = policy.get("ess")
         if isinstance(ess, float) and math.isfinite(ess):
             state.ess_sum += ess

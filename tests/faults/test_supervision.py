@@ -1,0 +1,342 @@
+"""Runs that are hurt while they go on, and go on: no group is lost or trained on twice, and nothing waits for ever.
+
+Each fault is a line on stdout; `make faults` shows and counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from faults.runs import (
+    RECIPE,
+    SCHEDULES,
+    SETTINGS,
+    TIMEOUT_S,
+    batches_of,
+    check_books,
+    descendants,
+    find,
+    num_lines,
+    pid_of,
+    resume,
+    training,
+)
+from midflight.config import Recipe, load_recipe
+from midflight.launch.build import build_trainer
+from midflight.launch.objectives import build_objective
+from midflight.launch.run_directory import RunDirectory
+from midflight.launch.workers import loop_settings
+from midflight.metrics.jsonl import JsonlWriter, read_metrics
+from midflight.streams.codec import Codec
+from midflight.streams.memory import MemoryStream
+from midflight.testing.fakes import InProcessWeights
+from midflight.testing.redis_server import RedisServer
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.trainer.loop import TrainLoop
+from midflight.types import TrainingBatch
+from midflight.weights.shared_memory import SharedMemoryReceiver
+
+pytestmark = pytest.mark.slow
+
+QUICK = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=20")
+OWN = "preprocess.process=own"
+
+
+@dataclass
+class Run:
+    """A run that is going on, and what it says."""
+
+    directory: RunDirectory
+    process: subprocess.Popen[str]
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.said.append(line)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert self.process.poll() is None, f"the run ended: {''.join(self.said)}"
+            assert time.monotonic() < deadline_s, f"it hangs: {''.join(self.said)}"
+            time.sleep(0.002)
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """Optimizer steps that were not done before, not counting those a restarted trainer repeats."""
+        goal = num_lines(self.directory) + num_steps
+        self.wait_until(lambda: num_lines(self.directory) >= goal)
+
+    def pid(self, role: str) -> int:
+        self.wait_until(lambda: find(role, self.process.pid) is not None)
+        return pid_of(role, self.process.pid)
+
+    def hurt(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(role), number)
+        print(f"fault: {number.name} to {role}", flush=True)
+
+    def num_said(self, text: str) -> int:
+        return sum(text in line for line in self.said)
+
+    def end(self) -> dict[str, object]:
+        """Stop it as Ctrl-C does; the summary, whose groups have been counted."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(TIMEOUT_S)
+        assert self.process.returncode == 130, "".join(self.said)
+        summary = json.loads(self.directory.summary.read_text())
+        check_books(self.directory, summary)
+        return summary
+
+
+@contextlib.contextmanager
+def running(path: Path, *settings: str) -> Iterator[Run]:
+    with training(RECIPE, f"run.directory={path}", *SETTINGS, *settings) as process:
+        run = Run(RunDirectory(path), process)
+        run.wait_until(lambda: num_lines(run.directory) >= 2)
+        yield run
+
+
+def weights_of(pid: int) -> Path:
+    """The file through which a process gets its weights."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return next(Path(line.split()[-1]) for line in lines if line.endswith("/weights"))
+
+
+def at_once(run: Run, chance: random.Random) -> None:
+    time.sleep(chance.uniform(0, 0.2))  # waits for nothing: without it all would come at the same point of a step
+
+
+def in_a_checkpoint(run: Run, chance: random.Random) -> None:
+    run.wait_until(lambda: any(run.directory.checkpoints.glob(".unfinished-*")))
+
+
+def at_an_update(run: Run, chance: random.Random) -> None:
+    """When the trainer has just sent weights, and the engine copies them."""
+    receiver = SharedMemoryReceiver(weights_of(run.pid("trainer")))
+    before = receiver.newest_version()
+    assert before is not None
+    run.wait_until(lambda: (receiver.newest_version() or 0) > before)
+    receiver.close()
+
+
+MOMENTS = [at_once, at_once, in_a_checkpoint, at_an_update]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0].partition("=")[2])
+def test_a_run_survives_the_death_of_every_process(tmp_path: Path, schedule: tuple[str, ...]) -> None:
+    chance = random.Random(f"deaths {schedule[0]}")
+    own = schedule[0] in ("schedule.type=pipeline", "schedule.type=conventional")
+    roles = ["trainer", "rollout", "grader", "trainer", "rollout", *(["preprocess"] if own else [])]
+    settings = (*schedule, *QUICK, "trainer.checkpoint_every=2", *([OWN] if own else []))
+    with running(tmp_path / "run", *settings) as run:
+        for index in range(20):
+            MOMENTS[index % len(MOMENTS)](run, chance)
+            victims = [roles[index % len(roles)]]
+            if index % 7 == 6:
+                victims.append("rollout" if victims != ["rollout"] else "trainer")
+            for victim in victims:
+                run.hurt(victim)
+            run.wait_for_steps(2)
+        summary = run.end()
+    restarts = summary["restarts"]
+    assert isinstance(restarts, dict)
+    assert restarts.keys() >= {"trainer", "rollout"}
+    assert all(path.name.startswith("step_") for path in run.directory.checkpoints.iterdir())
+
+
+@pytest.mark.timeout(600)
+def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    roles = ["trainer", "rollout", "preprocess", "rollout", "trainer"]
+    with running(tmp_path / "run", *SCHEDULES[0], *QUICK, OWN, "supervisor.heartbeat_timeout_s=3") as run:
+        for role in roles:
+            before = run.num_said(f"the {role} process has hung for 3 s")
+            run.hurt(role, signal.SIGSTOP)
+            run.wait_until(lambda: run.num_said(f"the {role} process has hung for 3 s") > before)  # noqa: B023
+            run.wait_for_steps(2)
+        run.end()
+
+
+@pytest.mark.timeout(600)
+def test_a_supervisor_that_is_stopped_for_a_while_blames_nobody(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *SCHEDULES[0], *QUICK, "supervisor.heartbeat_timeout_s=3") as run:
+        everyone = [*descendants(run.process.pid), run.process.pid]
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        print("fault: SIGSTOP to all", flush=True)
+        time.sleep(5)  # longer than the timeout: what is tested is that this is not held against them
+        for pid in reversed(everyone):
+            os.kill(pid, signal.SIGCONT)
+        run.wait_for_steps(2)
+        assert run.end()["restarts"] == {}
+
+
+def test_a_process_that_cannot_live_ends_the_run(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *SCHEDULES[0], "supervisor.backoff_s=0.02", "supervisor.max_restarts=2") as run:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while run.process.poll() is None and time.monotonic() < deadline_s:
+            if rollout := find("rollout", run.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rollout, signal.SIGKILL)
+            time.sleep(0.01)
+        assert run.process.returncode == 1
+    assert "the rollout process was killed by signal 9, 3 times without an optimizer step; its log is" in run.said[-1]
+    summary = json.loads(run.directory.summary.read_text())
+    check_books(run.directory, summary)
+    assert summary["restarts"]["rollout"] >= 2
+
+
+@pytest.mark.timeout(600)
+def test_a_checkpoint_that_is_damaged_while_the_run_goes_on_is_not_used(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *SCHEDULES[0], *QUICK, "trainer.keep_checkpoints=4") as run:
+        for index in range(3):
+            run.wait_until(lambda: len(list(run.directory.checkpoints.glob("step_*"))) >= 2)
+            os.kill(run.pid("trainer"), signal.SIGSTOP)
+            newest = max(run.directory.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
+            weights = newest / "model.safetensors"
+            os.truncate(weights, weights.stat().st_size * (index + 1) // 4)
+            print("fault: torn checkpoint", flush=True)
+            run.hurt("trainer")
+            run.wait_until(lambda: run.num_said(f"{newest.name} is damaged and not used") == 1)  # noqa: B023
+            run.wait_for_steps(4)
+        run.end()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("preprocess", ["own", "rollout"])
+def test_streams_that_lose_their_ends_lose_no_group(tmp_path: Path, preprocess: str) -> None:
+    """As a loss of power may: everything is killed at once, and the logs that SQLite has not written back are cut."""
+    chance = random.Random(f"cut logs {preprocess}")
+    run = RunDirectory(tmp_path / "run")
+    settings = (*SCHEDULES[0], f"preprocess.process={preprocess}")
+    with running(run.path, *settings) as going_on:
+        going_on.wait_for_steps(chance.randint(4, 8))
+        kill_all(going_on.process)
+    for _ in range(3):
+        logs = [log for log in run.batches.parent.glob("*.sqlite-wal") if log.stat().st_size]
+        assert logs
+        for log in logs:
+            os.truncate(log, chance.randint(0, log.stat().st_size))
+            print(f"fault: cut {log.name}", flush=True)
+        arguments = (str(run.path), "--resume", "trainer.max_steps=100000")
+        with training(*arguments) as process:
+            going_on = Run(run, process)
+            going_on.wait_until(lambda: find("trainer", process.pid) is not None)
+            going_on.wait_for_steps(chance.randint(4, 8))
+            kill_all(process)
+    summary, _ = resume(run, num_lines(run) + 6)
+    check_books(run, summary)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Stopped first, so that none of them sees the others go and closes its files in peace."""
+    pids = [process.pid, *descendants(process.pid)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    process.wait(TIMEOUT_S)
+    for pid in pids[1:]:
+        while is_running(pid):
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.timeout(600)
+def test_a_redis_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "redis"
+    data.mkdir()
+    with RedisServer(data) as server:
+        monkeypatch.setenv("MIDFLIGHT_REDIS_URL", server.url)
+        settings = (*SCHEDULES[0], *QUICK, OWN, "streams.type=redis")
+        run = RunDirectory(tmp_path / "run")
+        with running(run.path, *settings) as going_on:
+            for away_s in (0.0, 0.0, 1.0, 20.0):
+                server.kill()
+                print(f"fault: Redis is away for {away_s:g} s", flush=True)
+                time.sleep(away_s)  # that long is the fault
+                server.start()
+                going_on.wait_for_steps(3)
+            server.signal(signal.SIGSTOP)
+            print("fault: Redis does not answer for 3 s", flush=True)
+            time.sleep(3.0)
+            server.signal(signal.SIGCONT)
+            going_on.wait_for_steps(3)
+            going_on.process.send_signal(signal.SIGINT)
+            going_on.process.wait(TIMEOUT_S)
+            assert going_on.process.returncode == 130, "".join(going_on.said)
+            assert not going_on.num_said("is started again")
+        groups = json.loads(run.summary.read_text())["groups"]
+    steps = [line["version"] for line in read_metrics(run.metrics)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert groups["trained"] == 4 * len(steps)
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_was_killed_makes_the_same_weights(tmp_path: Path) -> None:
+    """As one that was left alone with the same stream, bit for bit: killed three times between two checkpoints."""
+    settings = (*SCHEDULES[0], *QUICK, "trainer.checkpoint_every=6", "trainer.keep_checkpoints=1000")
+    with running(tmp_path / "run", *settings) as run:
+        batches = batches_of(run.directory)
+        assert min(batches) == 0, "the test came too late"
+        for _ in range(3):
+            run.wait_for_steps(8)
+            run.hurt("trainer")
+        run.wait_for_steps(2)
+        assert run.end()["restarts"] == {"trainer": 3}
+    batches |= batches_of(run.directory)
+    disturbed = newest_checkpoint(run.directory.checkpoints)
+    assert disturbed
+    undisturbed = train_alone(load_recipe(run.directory.config), batches, load_state(disturbed).version, tmp_path)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (disturbed / name).read_bytes() == (undisturbed / name).read_bytes()
+
+
+def train_alone(recipe: Recipe, batches: dict[int, TrainingBatch], num_steps: int, directory: Path) -> Path:
+    """The checkpoint after these batches, trained on in this process."""
+    stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=len(batches))
+    for index in range(num_steps):
+        stream.append(batches[index])
+    trainer = recipe.trainer.model_copy(update={"max_steps": num_steps, "checkpoint_every": num_steps})
+    recipe = recipe.model_copy(update={"trainer": trainer})
+    backend = build_trainer(recipe, InProcessWeights())
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        backend.init(rank=0)
+        with JsonlWriter(directory / "metrics.jsonl") as metrics:
+            settings = loop_settings(recipe, RunDirectory(directory))
+            loop = TrainLoop(
+                settings, backend, build_objective(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
+                Codec(TrainingBatch).encode,
+            )  # fmt: skip
+            loop.run(lambda: False)
+    finally:
+        torch.set_num_threads(num_threads)
+    checkpoint = newest_checkpoint(directory / "checkpoints")
+    assert checkpoint
+    return checkpoint

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast kills lint types base figures algorithms clean
+.PHONY: demo test test-fast faults kills lint types base figures algorithms clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
@@ -15,6 +15,11 @@ test: $(VENV)/.dev $(VENV)/.smollm2 lint types
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
+
+# Runs that are hurt while they go on; the last line is how often.
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -s tests/faults > faults.log || (cat faults.log; exit 1)
+	@grep -c "fault: " faults.log
 
 # Twenty runs that are killed at random moments, instead of the two in `make test`.
 kills: $(VENV)/.dev

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_recipe
-from midflight.errors import RecipeError
+from midflight.errors import RecipeError, RunDirectoryError
 from midflight.launch.run_directory import RunDirectory, create_run, open_run
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
@@ -38,3 +38,22 @@ def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
     assert f"override {override}: a run goes on with the {section} it began with" in message
     assert "only engine, eval, preprocess.threads, supervisor, trainer may change" in message
     assert "\n" not in message
+
+
+def test_a_run_that_is_in_use_is_left_alone(run: RunDirectory) -> None:
+    files = sorted(run.path.rglob("*"))
+    with run.locked():
+        with pytest.raises(RunDirectoryError, match="is in use by another run"), run.locked():
+            pass
+        assert sorted(run.path.rglob("*")) == sorted([*files, run.path / ".lock"])
+    with run.locked():
+        pass
+
+
+def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
+    with run.worker_locked("rollout"), run.worker_locked("trainer"):
+        again = run.worker_locked("trainer")
+        with pytest.raises(RunDirectoryError, match="it has a trainer process already"):
+            again.__enter__()
+    with run.worker_locked("trainer"):
+        pass

@@ -38,3 +38,10 @@ def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
     assert f"override {override}: a run goes on with the {section} it began with" in message
     assert "only engine, eval, preprocess.threads, supervisor, trainer may change" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("override", ["trainer.lora_rank=8", "trainer.lora_alpha=1", 'trainer.lora_targets=["q_proj"]'])
+def test_what_is_trained_stays_what_it_was(run: RunDirectory, override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(RecipeError, match=f"a run goes on with the {key} it began with"):
+        open_run(run.path, [override])

@@ -161,6 +161,23 @@ def test_gradients_of_microbatches_add_up_in_float32() -> None:
     assert any(not torch.equal(each, each.bfloat16().float()) for each in gradients(trainer).values())
 
 
+@pytest.mark.parametrize("other", [(), (LORA,)])
+@pytest.mark.parametrize(("before", "after"), [((BFLOAT16,), ()), ((), (BFLOAT16,))])
+def test_a_run_may_go_on_in_another_dtype(
+    before: tuple[str, ...], after: tuple[str, ...], other: tuple[str, ...], tmp_path: Path
+) -> None:
+    saved, resumed = trainer_with(*before, *other), trainer_with(*after, *other)
+    step(saved)
+    saved.remember_proximal()
+    step(saved, seed=1)
+    saved.save(tmp_path)
+    resumed.load(tmp_path)
+    assert all(torch.equal(parameter, saved._trained[name]) for name, parameter in resumed._trained.items())
+    step(resumed)
+    expected, found = (trainer.forward_proximal(microbatches()[0]).logprobs for trainer in (saved, resumed))
+    torch.testing.assert_close(found, expected, atol=1.0, rtol=0.05)
+
+
 # --- activation checkpointing -----------------------------------------------------------------------------------
 
 
@@ -195,7 +212,7 @@ def kept_bytes(trainer: SingleProcessTrainer) -> int:
 
 def test_recomputed_layers_keep_their_inputs_only() -> None:
     kept, recomputed = kept_bytes(trainer_with()), kept_bytes(trainer_with(RECOMPUTED))
-    assert recomputed < kept / 5
+    assert recomputed < kept / 8
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------
@@ -259,10 +276,17 @@ def test_a_frozen_base_is_held_once_and_in_bfloat16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "most"), [((BFLOAT16,), 0.1), ((LORA,), 1e-4), ((LORA, BFLOAT16), 0.1), ((RECOMPUTED,), 1e-4)]
+    ("options", "mean", "most"),
+    [
+        ((BFLOAT16,), 2e-2, 1.0),
+        ((BFLOAT16, "engine.dtype=bfloat16"), 2e-2, 1.0),
+        ((LORA,), 1e-5, 1e-4),
+        ((LORA, BFLOAT16), 2e-2, 1.0),
+        ((RECOMPUTED,), 1e-5, 1e-4),
+    ],
 )
 def test_trainer_and_engine_agree_in_a_run_without_lag(
-    options: tuple[str, ...], most: float, run_recipe: Callable
+    options: tuple[str, ...], mean: float, most: float, run_recipe: Callable
 ) -> None:
     run = run_recipe(
         *options,
@@ -275,4 +299,4 @@ def test_trainer_and_engine_agree_in_a_run_without_lag(
     )
     measured = [line for line in run.metrics if "mismatch/max" in line]
     assert measured
-    assert all(line["mismatch/mean"] < most / 4 and line["mismatch/max"] < most * 4 for line in measured)
+    assert all(line["mismatch/mean"] < mean and line["mismatch/max"] < most for line in measured)

@@ -135,8 +135,8 @@ class SingleProcessTrainer:
         if self._policy.value_head is not None:
             self._policy.value_head.load_state_dict(load_file(directory / _VALUE_HEAD_FILE))
         if (directory / _PROXIMAL_FILE).exists():
-            proximal = load_file(directory / _PROXIMAL_FILE)
-            self._proximal = {name: tensor.to(self._device) for name, tensor in proximal.items()}
+            computed, proximal = trained_parameters(self._computed.policy), load_file(directory / _PROXIMAL_FILE)
+            self._proximal = {name: tensor.to(computed[name]) for name, tensor in proximal.items()}
         # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
         self._optimizer.state.clear()
         for key, tensor in load_file(directory / _OPTIMIZER_FILE).items():

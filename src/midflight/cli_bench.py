@@ -77,7 +77,7 @@ def updates(
 @bench_app.command(name="train")
 def train_speed(
     model: ModelOption = "demo",
-    dtype: Annotated[str, typer.Option(help="float32: what the trainer computes in")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, over float32 parameters")] = "float32",
     rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
     sequences: Annotated[int, typer.Option(min=1, help="rollouts of one optimizer step")] = 32,
     group_size: Annotated[
@@ -87,13 +87,13 @@ def train_speed(
     as_json: Json = False,
 ) -> None:
     """Trained tokens per second: midflight's packed step, and the same step with padded rows."""
-    from midflight.bench.models import find_model
-    from midflight.bench.train import TrainOptions, bench_train, check_trained_dtypes, train_table
+    from midflight.bench.models import check_dtype, find_model
+    from midflight.bench.train import TrainOptions, bench_train, train_table
     from midflight.bench.train_load import load_shape
 
-    check_trained_dtypes(dtype)
+    checked_dtype = check_dtype(dtype)
     found = find_model(model)
-    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens)
+    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens, checked_dtype)
     result = bench_train(found, options, Console(stderr=True).print)
     print(json.dumps(result, indent=2) if as_json else train_table(result["rows"]))
 

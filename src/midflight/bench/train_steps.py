@@ -20,6 +20,7 @@ from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
 from midflight.models.loading import quiet
 from midflight.trainer.inputs import loss_inputs
+from midflight.trainer.policies import PolicySettings
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, TensorSpec, Trajectory
 
@@ -40,12 +41,14 @@ class TrainStep(Protocol):
 class PackedStep:
     """What TrainLoop does with a batch, up to publishing the weights."""
 
-    def __init__(self, directory: Path, microbatches: Sequence[Microbatch], num_rollouts: int) -> None:
+    def __init__(
+        self, directory: Path, microbatches: Sequence[Microbatch], num_rollouts: int, dtype: torch.dtype
+    ) -> None:
         num_tokens = sum(int(each.loss_mask.sum()) for each in microbatches)
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
-        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, _Nowhere())
+        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, _Nowhere(), PolicySettings(dtype=dtype))
         self._trainer.init(rank=0)
 
     @property
@@ -64,9 +67,15 @@ class PackedStep:
 
 
 class PaddedStep:
-    """transformers as it comes: right-padded rows, an attention mask, logits of every position, one AdamW."""
+    """transformers as it comes: right-padded rows, an attention mask, logits of every position, one AdamW.
 
-    def __init__(self, directory: Path, trajectories: Sequence[Trajectory], max_tokens: int) -> None:
+    Parameters are float32; bfloat16 is autocast's.
+    """
+
+    def __init__(
+        self, directory: Path, trajectories: Sequence[Trajectory], max_tokens: int, dtype: torch.dtype
+    ) -> None:
+        self._dtype = dtype
         lengths = [len(each.token_ids) for each in trajectories]
         self.batches = list(natural_batches(lengths, max_tokens))
         self._rows = [_PaddedRows([trajectories[row] for row in rows]) for rows in self.batches]
@@ -96,8 +105,9 @@ class PaddedStep:
 
     def _loss(self, rows: _PaddedRows) -> Tensor:
         """Truncated importance-weighted REINFORCE, divided by the batch's tokens."""
-        logits_BLV = self._model(input_ids=rows.token_ids_BL, attention_mask=rows.present_BL, use_cache=False).logits
-        logprobs_BLV = logits_BLV[:, :-1].log_softmax(dim=-1)
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            output = self._model(input_ids=rows.token_ids_BL, attention_mask=rows.present_BL, use_cache=False)
+        logprobs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
         logprobs_BL = logprobs_BLV.gather(2, rows.token_ids_BL[:, 1:, None]).squeeze(2)
         weights_BL = (logprobs_BL - rows.behavior_BL[:, 1:]).detach().exp().clamp(max=_MAX_RATIO)
         terms_BL = weights_BL * rows.advantages_BL[:, 1:] * logprobs_BL * rows.loss_mask_BL[:, 1:]

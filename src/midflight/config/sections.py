@@ -114,6 +114,22 @@ class PreprocessConfig(Section):
 
 class TrainerConfig(Section):
     device: Device = Field("cpu", description="cpu, cuda or cuda:N; may be the engine's")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="what is computed in, and what engines get; trained parameters and AdamW's moments stay float32",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="compute each decoder layer again in the backward pass instead of keeping what it computed"
+    )
+    lora_rank: int | None = Field(None, ge=1, description="train LoRA adapters of this rank; default: all parameters")
+    lora_alpha: float | None = Field(
+        None, gt=0, description="adapters count lora_alpha / lora_rank times; default: twice"
+    )
+    lora_targets: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="names of the linear layers that get one, as q_proj; default: all but the output head",
+    )
     max_steps: int = Field(500, ge=1, description="optimizer steps of the run")
     max_seconds: float | None = Field(None, gt=0, description="stop earlier after this much training, seconds")
     learning_rate: float = Field(2e-4, gt=0, description="of AdamW, at its highest")
@@ -130,6 +146,13 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
     max_nonfinite_steps: int = Field(5, ge=1, description="stop after this many skipped steps in a row")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
+
+    @pydantic.model_validator(mode="after")
+    def check_lora(self) -> TrainerConfig:
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets is not None):
+            key = "lora_alpha" if self.lora_alpha is not None else "lora_targets"
+            raise ValueError(f"{key} is of LoRA adapters, and lora_rank is not set; lora_rank = 16 would work")
+        return self
 
 
 class SupervisorConfig(Section):

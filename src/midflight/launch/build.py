@@ -29,6 +29,7 @@ from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
 from midflight.launch.streams import check_streams
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
+from midflight.models.lora import LoraSettings
 from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
@@ -38,7 +39,7 @@ from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.trainer.learning_rates import LearningRates
-from midflight.trainer.policies import PolicySettings
+from midflight.trainer.policies import PolicySettings, check_policy
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
@@ -137,12 +138,24 @@ def build_reference(recipe: Recipe) -> Reference:
 def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
     config = recipe.trainer
     optimizer = OptimizerSettings(config.adam_betas, config.weight_decay, config.max_grad_norm)
-    policy = PolicySettings(
+    return SingleProcessTrainer(
+        recipe.model.path, optimizer, sender, build_policy_settings(recipe), device=config.device
+    )
+
+
+def build_policy_settings(recipe: Recipe) -> PolicySettings:
+    config = recipe.trainer
+    lora = None
+    if config.lora_rank is not None:
+        lora = LoraSettings(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
+    return PolicySettings(
         temperature=recipe.sampling.temperature,
         with_values=recipe.advantage.type == "value",
         entropy_gradient=recipe.loss.entropy_coefficient > 0,
+        dtype=getattr(torch, config.dtype),
+        activation_checkpointing=config.activation_checkpointing,
+        lora=lora,
     )
-    return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device=config.device)
 
 
 def build_learning_rates(recipe: Recipe) -> LearningRates:
@@ -167,12 +180,13 @@ def num_threads(configured: int | None, colocated: bool) -> int:
 def check_recipe(recipe: Recipe) -> None:
     """Everything that can be known to be wrong before a process is started or a weight is read.
 
-    Raises: RecipeError, ModelError.
+    Raises: RecipeError, ModelError; MissingExtraError without a package that the recipe needs.
     """
     check_device("trainer", recipe.trainer.device)
     build_objective(recipe)
     check_streams(recipe)
     check_evaluation(recipe)
+    check_policy(recipe.model.path, build_policy_settings(recipe))
     _check_reference(recipe)
 
 

@@ -19,6 +19,7 @@ _POLL_S = 0.05
 _WORKER_LOCK = ".worker.lock"
 # What may differ when a run goes on; the rest decides which problems and batches there are.
 _RESUMABLE = {"trainer", "supervisor", "engine", "eval", "preprocess.threads"}
+_FIXED = {"trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets"}  # what checkpoints hold depends on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,8 @@ def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
     for override in overrides:
         key = override.partition("=")[0].strip()
         section = key.partition(".")[0]
+        if key in _FIXED:
+            raise RecipeError(f"override {override}: a run goes on with the {key} it began with")
         if not {section, key} & _RESUMABLE:
             allowed = ", ".join(sorted(_RESUMABLE))
             raise RecipeError(

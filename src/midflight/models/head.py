@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -58,15 +59,17 @@ def score_tokens(
 ) -> TokenScores:
     """log softmax(logits)[token] and the entropy of softmax(logits).
 
+    A bfloat16 head is multiplied in float32: logits of 16 rounded to bfloat16 are 0.06 apart.
+
     If all logits together are too large, they are computed chunk by chunk, and again in the backward pass.
 
     Shapes: hidden_MD [M, D], token_ids_M int64 [M]; head: a linear layer from D to V -> two times [M].
     """
     factor = transform.factor
     is_large = len(hidden_MD) * len(head.weight) > BLOCK_LOGITS
-    if is_large and factor and not entropy_gradient and hidden_MD.dtype == head.weight.dtype == torch.float32:
-        bias_V = None if head.bias is None else head.bias * factor
-        arguments = hidden_MD * factor, head.weight, bias_V, token_ids_M, torch.is_grad_enabled()
+    if is_large and factor and not entropy_gradient and head.weight.dtype in (torch.float32, torch.bfloat16):
+        bias_V = None if head.bias is None else head.bias.float() * factor
+        arguments = hidden_MD.float() * factor, head.weight.float(), bias_V, token_ids_M, torch.is_grad_enabled()
         return TokenScores(*LinearScores.apply(*arguments))  # type: ignore[no-untyped-call]
     chunk = rows_per_chunk(head.weight.shape[0])
     scores = []
@@ -84,7 +87,15 @@ def score_tokens(
 def _score_chunk(
     hidden_CD: Tensor, token_ids_C: Tensor, head: torch.nn.Linear, transform: LogitTransform, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    logprobs_CV = torch.log_softmax(transform.apply(head(hidden_CD)), dim=-1)
+    logprobs_CV = torch.log_softmax(transform.apply(_logits(hidden_CD, head)), dim=-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1)
     return logprobs_CV.gather(1, token_ids_C[:, None]).squeeze(1), entropy_C
+
+
+def _logits(hidden_CD: Tensor, head: torch.nn.Linear) -> Tensor:
+    """[C, V], in float32 if the head is bfloat16."""
+    if head.weight.dtype != torch.bfloat16:
+        logits_CV: Tensor = head(hidden_CD)
+        return logits_CV
+    return F.linear(hidden_CD.float(), head.weight.float(), None if head.bias is None else head.bias.float())

@@ -76,6 +76,12 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
     return model.eval()  # type: ignore[no-any-return]
 
 
+def load_skeleton(path: Path) -> torch.nn.Module:
+    """The model without memory for its weights: for its modules and their names."""
+    with _readable(path), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(path))  # type: ignore[no-any-return]
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Name -> tensor of every parameter, tied ones once; the names engines know."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -18,7 +18,7 @@ from midflight.errors import CheckpointError
 from midflight.types import ActorState
 
 _STATE_FILE = "trainer_state.json"
-_HASHES_FILE = "hashes.json"  # file name -> SHA-256
+_HASHES_FILE = "hashes.json"  # path in the checkpoint -> SHA-256
 _UNFINISHED = ".unfinished-"
 _DAMAGED = "damaged_"
 _HISTOGRAMS = ("lag_histogram", "generated_lengths", "trained_lengths", "dropped_lengths")  # JSON keys are strings
@@ -148,15 +148,16 @@ def _damage(checkpoint: Path) -> str | None:
 
 def _hashes(directory: Path) -> dict[str, str]:
     hashes = {}
-    for path in sorted(directory.iterdir()):
-        if path.name != _HASHES_FILE:
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != _HASHES_FILE:
             with path.open("rb") as file:
-                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
 
 
 def _sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
+    for path in [*directory.rglob("*"), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

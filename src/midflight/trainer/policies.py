@@ -1,34 +1,80 @@
-"""The policy in training: a model from a directory, computed as the recipe says."""
+"""The policy in training: a model from a directory, computed as the recipe says.
+
+With a dtype of bfloat16 trained parameters are float32 all the same; what is frozen is bfloat16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from midflight.models.loading import load_model, weights_of
+from midflight.models.loading import load_model, load_skeleton, weights_of
+from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_adapter, load_adapter, merged_weights
 from midflight.models.policy import PackedPolicy
+from midflight.models.recomputation import decoder_layers, recompute_layers
+
+ADAPTER_DIRECTORY = "adapter"  # in a checkpoint; beside config.json transformers would take its files for the model's
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What is computed in a forward pass besides log-probabilities."""
+    """What is computed in a forward pass besides log-probabilities, in what, and what of it is trained."""
 
     temperature: float = 1.0  # of the sampling distribution
     with_values: bool = False
     entropy_gradient: bool = False
+    dtype: torch.dtype = torch.float32  # of forward and backward passes, and of what is published
+    activation_checkpointing: bool = False
+    lora: LoraSettings | None = None
 
 
 PLAIN_POLICY = PolicySettings()
 
 
 def build_policy(path: Path, settings: PolicySettings) -> PackedPolicy:
-    """Raises: ModelError if the model cannot be loaded."""
-    return PackedPolicy(load_model(path), settings.temperature, settings.with_values, settings.entropy_gradient)
+    """Raises: ModelError if the model cannot be loaded; as `check_policy`."""
+    model = load_model(path, settings.dtype if settings.lora else torch.float32)
+    if settings.lora:
+        add_adapter(model, settings.lora, path)
+    if settings.activation_checkpointing:
+        recompute_layers(model)
+    return PackedPolicy(model, settings.temperature, settings.with_values, settings.entropy_gradient)
 
 
-def published_weights(policy: PackedPolicy) -> Iterator[tuple[str, Tensor]]:
-    """What engines sample with, under the names they know; always in the same order."""
-    yield from weights_of(policy.model).items()
+def check_policy(path: Path, settings: PolicySettings) -> None:
+    """Whether the model has what the settings need. Reads no weights.
+
+    Raises: RecipeError, ModelError; MissingExtraError without the package peft.
+    """
+    if settings.activation_checkpointing or settings.lora:
+        model = load_skeleton(path)
+        if settings.activation_checkpointing:
+            decoder_layers(model)
+        if settings.lora:
+            check_lora(model, settings.lora)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def published_weights(
+    policy: PackedPolicy, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] = Tensor.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """What engines sample with, under the names they know; always in the same order, one tensor after another.
+
+    `whole` makes a tensor out of a parameter, which may be a shard.
+    """
+    for name, tensor in merged_weights(policy.model, whole):
+        yield name, tensor.to(dtype)
+
+
+def saved_weights(policy: PackedPolicy, checkpoint: Path) -> dict[str, Tensor]:
+    """What a checkpoint holds for the trained parameters of the model, by name."""
+    if has_adapter(policy.model):
+        return load_adapter(checkpoint / ADAPTER_DIRECTORY)
+    return weights_of(load_model(checkpoint))

@@ -57,3 +57,10 @@ def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
             again.__enter__()
     with run.worker_locked("trainer"):
         pass
+
+
+@pytest.mark.parametrize("override", ["trainer.lora_rank=8", "trainer.lora_alpha=1", 'trainer.lora_targets=["q_proj"]'])
+def test_what_is_trained_stays_what_it_was(run: RunDirectory, override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(RecipeError, match=f"a run goes on with the {key} it began with"):
+        open_run(run.path, [override])

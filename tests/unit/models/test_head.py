@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from midflight.models import linear_scores
+from midflight.models import head, linear_scores
 from midflight.models.head import LogitTransform, TokenScores, score_tokens
 from midflight.testing.tiny_models import tiny_model
 
@@ -92,10 +93,27 @@ def test_no_tokens_have_no_scores() -> None:
     assert scores.logprobs.shape == scores.entropy.shape == (0,)
 
 
-def test_half_precision_is_scored_in_single() -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_half_precision_is_scored_in_single(
+    transform: LogitTransform, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_large:
+        monkeypatch.setattr(head, "BLOCK_LOGITS", 0)
     layer, (hidden, token_ids) = linear().to(torch.bfloat16), hidden_states()
-    scores = score_tokens(hidden.to(torch.bfloat16), token_ids, layer, LogitTransform())
+    halved = hidden.detach().to(torch.bfloat16).requires_grad_()
+    leaves = [halved, *layer.parameters()]
+    scores = score_tokens(halved, token_ids, layer, transform)
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
+    exact = copy.deepcopy(layer).double()
+    expected = score_tokens(halved.double(), token_ids, exact, transform)
+    # Far closer than bfloat16 logits would be.
+    torch.testing.assert_close(scores.logprobs.double(), expected.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy.double(), expected.entropy, atol=1e-5, rtol=1e-5)
+    wanted = gradients(expected, [halved, *exact.parameters()], False)
+    for gradient, exactly in zip(gradients(scores, leaves, False), wanted, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient.double(), exactly.double(), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

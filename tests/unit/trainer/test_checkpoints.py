@@ -19,6 +19,8 @@ from midflight.trainer.checkpoints import (
 def write_weights(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(bytes(range(256)) * 40)
     (directory / "config.json").write_text("{}")
+    (directory / "adapter").mkdir()
+    (directory / "adapter" / "adapter_model.safetensors").write_bytes(bytes(range(64)))
 
 
 @pytest.fixture
@@ -49,7 +51,10 @@ def test_nothing_wrong_is_the_newest_and_no_word(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, cut_off, Path.unlink])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "trainer_state.json", "hashes.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "adapter/adapter_model.safetensors", "trainer_state.json", "hashes.json"],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     checkpoints: Path, damage: Callable[[Path], None], name: str
 ) -> None:

@@ -97,8 +97,8 @@ class Run:
         return sum(text in line for line in self.said)
 
     def end(self) -> dict[str, object]:
-        """Stop it as Ctrl-C does; the summary, whose groups have been counted."""
-        self.process.send_signal(signal.SIGINT)
+        """Stop it as a cluster does; the summary, whose groups have been counted."""
+        self.process.terminate()
         self.process.wait(TIMEOUT_S)
         assert self.process.returncode == 130, "".join(self.said)
         summary = json.loads(self.directory.summary.read_text())
@@ -286,7 +286,7 @@ def test_a_redis_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypa
             time.sleep(3.0)
             server.signal(signal.SIGCONT)
             going_on.wait_for_steps(3)
-            going_on.process.send_signal(signal.SIGINT)
+            going_on.process.terminate()
             going_on.process.wait(TIMEOUT_S)
             assert going_on.process.returncode == 130, "".join(going_on.said)
             assert not going_on.num_said("is started again")

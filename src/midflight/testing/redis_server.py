@@ -55,6 +55,13 @@ class RedisServer:
         assert self._process is not None, "it was not started"
         self._process.send_signal(number)
 
+    def peak_memory_bytes(self) -> int:
+        """The most memory that it has taken for what it holds since it was started."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=_START_TIMEOUT_S) as connection:
+            connection.sendall(b"INFO memory\r\nQUIT\r\n")
+            with connection.makefile("rb") as answer:
+                return next(int(line.split(b":")[1]) for line in answer if line.startswith(b"used_memory_peak:"))
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -11,13 +11,13 @@ import torch
 
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
+from midflight.weights.buckets import plan_buckets
 from midflight.weights.process_group import (
     Announcement,
     Invitation,
     ProcessGroupReceiver,
     ProcessGroupSender,
     local_address,
-    plan_buckets,
     specs_of,
 )
 
@@ -68,10 +68,11 @@ def test_every_version_arrives_exactly(num_receivers: int, bucket_bytes: int) ->
 
 
 def test_buckets_hold_every_tensor_once_and_no_more_than_fit() -> None:
-    specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate([1, 16, 2, 500, 3, 16, 16, 1])]
-    buckets = plan_buckets(specs, 128)
+    sizes = [1, 3, 2, 1, 15, 500, 1, 16, 3, 1]
+    specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate(sizes)]
+    buckets = plan_buckets(specs, 256)
     names = [[placed.spec.name for placed in bucket.tensors] for bucket in buckets]
-    assert names == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6", "7"]]
+    assert names == [["0", "1", "2", "3"], ["4"], ["5"], ["6"], ["7"], ["8", "9"]]
     with pytest.raises(WeightUpdateError, match="announced twice"):
         plan_buckets([specs[0], specs[0]], 128)
     with pytest.raises(WeightUpdateError, match="complex64"):

@@ -11,7 +11,7 @@ import torch
 
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
-from midflight.weights.buckets import plan_buckets
+from midflight.weights.buckets import Packer, plan_buckets
 from midflight.weights.process_group import (
     Announcement,
     Invitation,
@@ -77,6 +77,35 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_fit() -> None:
         plan_buckets([specs[0], specs[0]], 128)
     with pytest.raises(WeightUpdateError, match="complex64"):
         plan_buckets([TensorSpec("a", (1,), "complex64")], 128)
+
+
+def test_only_small_and_strided_tensors_are_copied_for_sending() -> None:
+    sent = {
+        "large": torch.nn.Parameter(torch.randn(64, 8)),
+        "small": torch.randn(3),
+        "smaller": torch.tensor(2.0),
+        "strided": torch.randn(8, 64).T,
+    }
+    buckets = plan_buckets(specs_of(sent), 1024)
+    packer = Packer()
+    for _ in range(2):
+        large, small, strided = packer.pack(buckets, sent, torch.device("cpu"))
+        assert large.data_ptr() == sent["large"].data_ptr()
+        assert len(small) == 64 + 4, "what aligns the next tensor is not sent"
+        received = buckets[1].views(small) | buckets[2].views(strided)
+        assert all(torch.equal(received[name], sent[name]) for name in ("small", "smaller", "strided"))
+
+
+def test_a_receiver_needs_memory_once() -> None:
+    receivers = Receivers()
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
+    sender.connect(receivers.invite)
+    places = set()
+    for version in range(3):
+        (arrived,) = sender.send(version, weights(version), receivers.announce)
+        places.add(arrived["embedding"].data_ptr())
+    assert len(places) == 1
+    sender.close()
 
 
 def test_a_refusal_is_heard_at_once() -> None:

@@ -77,13 +77,18 @@ class Unpacker:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def places(self, buckets: Sequence[SlotLayout]) -> list[Tensor]:
-        """One place per bucket. On a CPU they are those of the last call, if they fit: fresh memory costs a page
-        fault every 4 kB, about as much as the transfer. A device's allocator keeps memory at hand by itself.
+        """One for each bucket; on a CPU in the memory of the last call.
+
+        There, fresh memory costs a page fault every 4 kB, about as much as the transfer. A device has an allocator that
+        keeps memory at hand, and less of it.
         """
         size = sum(layout.slot_bytes for layout in buckets)
-        if self._memory.is_cuda or len(self._memory) != size:
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
-        slots = torch.split(self._memory, [layout.slot_bytes for layout in buckets])
+        memory = self._memory
+        if len(memory) < size:
+            memory = torch.empty(size, dtype=torch.uint8, device=memory.device)
+            if memory.is_cpu:
+                self._memory = memory
+        slots = torch.split(memory[:size], [layout.slot_bytes for layout in buckets])
         return [slot[: _num_bytes(layout)] for slot, layout in zip(slots, buckets, strict=True)]
 
 

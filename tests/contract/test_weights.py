@@ -572,7 +572,7 @@ def test_a_sender_of_files_killed_in_the_middle_leaves_the_newest_version(path: 
             assert assert_whole(late.receive()) == 7
         with closing(FileSender(path)) as sender:
             sender.announce(specs_of(HAMMERED))
-            sender.send(8, filled(8))
+            sender.send(8, filled(8).items())
         assert receiver.wait(newer_than=7, timeout_s=0)
         assert assert_whole(receiver.receive()) == 8
         assert len(list(path.glob("*.safetensors"))) == 2
@@ -597,7 +597,7 @@ def die(path: Path) -> None:
 def die_in_files(path: Path, moment: str) -> None:
     sender = FileSender(path)
     sender.announce(specs_of(HAMMERED))
-    sender.send(7, filled(7))
+    sender.send(7, filled(7).items())
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -613,7 +613,7 @@ def die_in_files(path: Path, moment: str) -> None:
             os.fsync = die
         case "not the newest":
             Path.write_text = die  # type: ignore[assignment, method-assign]
-    sender.send(8, filled(8))
+    sender.send(8, filled(8).items())
 
 
 if __name__ == "__main__":

@@ -103,21 +103,22 @@ def streams(
     kinds: Annotated[str, typer.Option("--streams", help="which")] = "sqlite,redis",
     records: Annotated[int, typer.Option(min=1, help="how many")] = 100_000,
     record_bytes: Annotated[int, typer.Option(min=0, help="of one record")] = 2000,
+    batch: Annotated[str, typer.Option(help="how many are appended at once")] = "1,32",
     redis_url: Annotated[str | None, typer.Option(help="default: a server of its own, if one is installed")] = None,
     as_json: Json = False,
 ) -> None:
     """Records per second from one process to another, and how much memory that takes."""
     from midflight.bench.streams import StreamLoad, bench_streams
 
-    load = StreamLoad(records, record_bytes, redis_url)
+    load = StreamLoad(records, record_bytes, tuple(map(_count, batch.split(","))), redis_url)
     result = bench_streams(tuple(kinds.split(",")), load, Console(stderr=True).print)
     if as_json:
         print(json.dumps(result, indent=2))
         return
     for row in result["rows"]:
         print(
-            f"{row['stream']:8}{row['records_per_s']:>10,.0f} records/s; memory grew by {row['writer_growth_mib']:.0f}"
-            f" MiB (writer) and {row['reader_growth_mib']:.0f} MiB (reader)"
+            f"{row['stream']:8}{row['batch']:>4} at once{row['records_per_s']:>10,.0f} records/s; memory grew by"
+            f" {row['writer_growth_mib']:.0f} MiB (writer) and {row['reader_growth_mib']:.0f} MiB (reader)"
         )
 
 
@@ -138,5 +139,5 @@ def weights(
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise typer.BadParameter(f"{text!r} is not a number of sequences")
+        raise typer.BadParameter(f"{text!r} is no number above 0")
     return int(text)

@@ -191,6 +191,13 @@ class Stream(Protocol[Record]):
         """Add a record and return its offset; when full, wait up to `timeout_s` and then return None."""
         ...
 
+    def append_many(self, records: Sequence[Record], timeout_s: float | None = None) -> list[int]:
+        """Add records in order, waiting up to `timeout_s` for room; the offsets of the first so many, that found it.
+
+        A writer that is killed meanwhile has added the first so many.
+        """
+        ...
+
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         """Records `from_offset`, `from_offset + 1`, ...; waits up to `timeout_s` for the first, then returns []."""
         ...

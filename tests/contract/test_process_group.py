@@ -11,13 +11,13 @@ import torch
 
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
+from midflight.weights.buckets import Packer, plan_buckets
 from midflight.weights.process_group import (
     Announcement,
     Invitation,
     ProcessGroupReceiver,
     ProcessGroupSender,
     local_address,
-    plan_buckets,
     specs_of,
 )
 
@@ -68,14 +68,44 @@ def test_every_version_arrives_exactly(num_receivers: int, bucket_bytes: int) ->
 
 
 def test_buckets_hold_every_tensor_once_and_no_more_than_fit() -> None:
-    specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate([1, 16, 2, 500, 3, 16, 16, 1])]
-    buckets = plan_buckets(specs, 128)
+    sizes = [1, 3, 2, 1, 15, 500, 1, 16, 3, 1]
+    specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate(sizes)]
+    buckets = plan_buckets(specs, 256)
     names = [[placed.spec.name for placed in bucket.tensors] for bucket in buckets]
-    assert names == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6", "7"]]
+    assert names == [["0", "1", "2", "3"], ["4"], ["5"], ["6"], ["7"], ["8", "9"]]
     with pytest.raises(WeightUpdateError, match="announced twice"):
         plan_buckets([specs[0], specs[0]], 128)
     with pytest.raises(WeightUpdateError, match="complex64"):
         plan_buckets([TensorSpec("a", (1,), "complex64")], 128)
+
+
+def test_only_small_and_strided_tensors_are_copied_for_sending() -> None:
+    sent = {
+        "large": torch.nn.Parameter(torch.randn(64, 8)),
+        "small": torch.randn(3),
+        "smaller": torch.tensor(2.0),
+        "strided": torch.randn(8, 64).T,
+    }
+    buckets = plan_buckets(specs_of(sent), 1024)
+    packer = Packer()
+    for _ in range(2):
+        large, small, strided = packer.pack(buckets, sent, torch.device("cpu"))
+        assert large.data_ptr() == sent["large"].data_ptr()
+        assert len(small) == 64 + 4, "what aligns the next tensor is not sent"
+        received = buckets[1].views(small) | buckets[2].views(strided)
+        assert all(torch.equal(received[name], sent[name]) for name in ("small", "smaller", "strided"))
+
+
+def test_a_receiver_needs_memory_once() -> None:
+    receivers = Receivers()
+    sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
+    sender.connect(receivers.invite)
+    places = set()
+    for version in range(3):
+        (arrived,) = sender.send(version, weights(version), receivers.announce)
+        places.add(arrived["embedding"].data_ptr())
+    assert len(places) == 1
+    sender.close()
 
 
 def test_a_refusal_is_heard_at_once() -> None:

@@ -1,6 +1,7 @@
 """What every stream promises, then what SQLite and Redis promise besides.
 
-As a program, this file is the other process of a test: `test_streams.py write|read PATH CAPACITY NUM_RECORDS`.
+As a program, this file is the other process of a test: `test_streams.py write|read PATH CAPACITY NUM_RECORDS`, or
+`test_streams.py batches WHERE BATCH`, which writes until it is killed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ def problem(index: int) -> Problem:
     return Problem(f"problem-{index}", "1+1=" * (index % 7), "2")
 
 
+def problems(indices: range) -> list[Problem]:
+    return [problem(index) for index in indices]
+
+
 def append_all(stream: Stream[Problem], num_records: int) -> None:
     for _ in range(num_records):
         assert stream.append(problem(stream.next_offset()), TIMEOUT_S) is not None
@@ -67,6 +72,10 @@ class Ends:
         with self.open_other() as stream:
             return stream.append(problem(index), TIMEOUT_S)
 
+    def append_many(self, indices: range) -> list[int]:
+        with self.open_other() as stream:
+            return stream.append_many(problems(indices), TIMEOUT_S)
+
     def read(self, from_offset: int) -> list[Problem]:
         with self.open_other() as stream:
             return stream.read(from_offset, timeout_s=TIMEOUT_S)
@@ -82,6 +91,11 @@ def ends_in_file(path: Path, capacity: int) -> Ends:
 
 def open_redis(url: str, name: str, capacity: int = 100, **options: Any) -> RedisStream[Problem]:
     return RedisStream(url, name, Problem, capacity, **options)
+
+
+def open_anywhere(where: str) -> Stream[Problem]:
+    """By path or URL."""
+    return open_redis(where, "killed") if where.startswith("redis:") else open_sqlite(Path(where))
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
@@ -105,6 +119,11 @@ def ends_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
             return ends
 
         yield {"memory": in_memory, "sqlite": in_file, "redis": in_redis}[request.param]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "stream.sqlite"
 
 
 @pytest.fixture
@@ -150,6 +169,62 @@ def test_a_full_stream_takes_nothing_when_time_is_up(ends_of: Callable[[int], En
     assert stream.append(problem(3), timeout_s=0.01) is None
     assert stream.next_offset() == 3
     assert stream.read(0, 10) == [problem(index) for index in range(3)]
+
+
+def test_many_are_appended_in_order(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(100).stream
+    assert stream.append_many([]) == []
+    assert stream.append_many(problems(range(4))) == [0, 1, 2, 3]
+    assert stream.append(problem(4)) == 4
+    assert stream.append_many(problems(range(5, 9))) == [5, 6, 7, 8]
+    assert stream.read(0, 99) == problems(range(9))
+
+
+def test_of_many_the_first_find_room(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(3).stream
+    assert stream.append_many(problems(range(5)), timeout_s=0) == [0, 1, 2]
+    assert stream.append_many(problems(range(3, 5)), timeout_s=0) == []
+    assert stream.append_many(problems(range(3, 5)), timeout_s=0.01) == []
+    stream.read(1)
+    assert stream.append_many(problems(range(3, 5)), timeout_s=0.01) == [3]
+    assert stream.next_offset() == 4
+    assert stream.read(0, 99) == problems(range(4))
+
+
+@pytest.mark.usefixtures("doorbell_only")
+def test_many_wait_for_room_piece_by_piece(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+    ends = ends_of(3)
+    written = elsewhere.submit(ends.append_many, range(50))
+    assert read_all(ends.stream, 50, max_records=2) == problems(range(50))
+    assert written.result(TIMEOUT_S) == list(range(50))
+
+
+@pytest.mark.usefixtures("doorbell_only")
+def test_many_at_once_wake_a_reader_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+    ends = ends_of(9)
+    waiting = elsewhere.submit(ends.read, 0)
+    ends.stream.append_many(problems(range(5)))
+    assert waiting.result(TIMEOUT_S) == [problem(0)]
+
+
+def test_many_of_which_one_cannot_be_written_change_nothing(ends_of: Callable[[int], Ends]) -> None:
+    stream = ends_of(9).stream
+    if isinstance(stream, MemoryStream):
+        pytest.skip("a stream in memory writes nothing")
+    with pytest.raises(StreamError, match="cannot write this Problem"):
+        stream.append_many([problem(0), Problem(object(), "", "")])  # type: ignore[arg-type]
+    assert stream.next_offset() == 0
+
+
+def test_two_writers_of_many_lose_nothing(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+    ends = ends_of(5)
+    with ThreadPoolExecutor(2) as writers:
+        written = [writers.submit(ends.append_many, indices) for indices in (range(30), range(100, 130))]
+        records = read_all(ends.stream, 60, max_records=3)
+        offsets = [each.result(TIMEOUT_S) for each in written]
+    assert sorted(offsets[0] + offsets[1]) == list(range(60))
+    assert [records[offset] for offset in offsets[0]] == problems(range(30))
+    assert [records[offset] for offset in offsets[1]] == problems(range(100, 130))
 
 
 def test_asking_from_an_offset_makes_room_for_what_came_before_it(ends_of: Callable[[int], Ends]) -> None:
@@ -264,6 +339,8 @@ def test_a_closed_stream_is_an_error(ends_of: Callable[[int], Ends]) -> None:
     with pytest.raises(StreamError, match="closed"):
         stream.append(problem(0))
     with pytest.raises(StreamError, match="closed"):
+        stream.append_many([problem(0)])
+    with pytest.raises(StreamError, match="closed"):
         stream.read(0)
     with pytest.raises(StreamError, match="closed"):
         stream.next_offset()
@@ -282,24 +359,35 @@ def test_closing_a_stream_in_memory_wakes_who_waits(elsewhere: ThreadPoolExecuto
         waiting.result(TIMEOUT_S)
 
 
-# --- SQLite -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "stream.sqlite"
-
-
 @contextmanager
-def other_process(role: str, path: Path, capacity: int, num_records: int) -> Iterator[subprocess.Popen[bytes]]:
+def other_process(role: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """This file as another process, killed at the end if it still runs."""
     environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
-    command = [sys.executable, __file__, role, str(path), str(capacity), str(num_records)]
+    command = [sys.executable, __file__, role, *map(str, arguments)]
     with subprocess.Popen(command, env=environment) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_a_writer_killed_in_the_middle_of_many_leaves_the_first_of_them(
+    kind: str, path: Path, request: pytest.FixtureRequest
+) -> None:
+    where = request.getfixturevalue("redis_server").url if kind == "redis" else path
+    with closing(open_anywhere(str(where))) as stream:
+        for _ in range(2):
+            end = stream.next_offset()
+            with other_process("batches", where, 40):
+                while stream.next_offset() < end + 200:
+                    stream.read(stream.next_offset(), timeout_s=TIMEOUT_S)
+            found = stream.read(0, 10**6)
+            assert len(found) >= end + 200
+            assert found == problems(range(len(found)))
+
+
+# --- SQLite -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 1000])
@@ -424,12 +512,13 @@ def test_a_stream_of_other_records_is_an_error(path: Path) -> None:
         SqliteStream(path, Grade, 1)
 
 
-def test_a_stream_of_a_newer_schema_is_an_error(path: Path) -> None:
+@pytest.mark.parametrize(("schema", "age"), [(SCHEMA_VERSION + 1, "a newer"), (SCHEMA_VERSION - 1, "an older")])
+def test_a_stream_of_another_schema_is_an_error(path: Path, schema: int, age: str) -> None:
     open_sqlite(path).close()
     with sqlite3.connect(path) as database:
-        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        database.execute(f"PRAGMA user_version = {schema}")
     database.close()
-    with pytest.raises(StreamError, match=f"schema {SCHEMA_VERSION + 1} by a newer midflight"):
+    with pytest.raises(StreamError, match=f"schema {schema} by {age} midflight"):
         open_sqlite(path)
 
 
@@ -478,14 +567,18 @@ def test_a_redis_that_was_killed_goes_on_with_what_it_had(own_server: RedisServe
         append_all(stream, 3)
 
 
-def test_a_redis_that_is_away_for_a_while_is_waited_for(own_server: RedisServer, elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("batch", [1, 30])
+def test_a_redis_that_is_away_for_a_while_is_waited_for(
+    own_server: RedisServer, elsewhere: ThreadPoolExecutor, batch: int
+) -> None:
     """Both ends go on working while it is killed and started again, ten times, and nothing is lost or twice."""
-    num_records = 2000
+    num_records = 2010
 
     def write() -> None:
         with closing(open_redis(own_server.url, "s", capacity=20)) as stream:
-            for index in range(num_records):
-                assert stream.append(problem(index), TIMEOUT_S) == index
+            for start in range(0, num_records, batch):
+                indices = range(start, start + batch)
+                assert stream.append_many(problems(indices), TIMEOUT_S) == list(indices)
 
     written = elsewhere.submit(write)
     with closing(open_redis(own_server.url, "s", capacity=20)) as stream:
@@ -537,25 +630,84 @@ def test_a_stream_that_redis_has_lost_is_an_error(own_server: RedisServer) -> No
     stream.close()
 
 
-def test_an_append_whose_answer_was_lost_is_not_made_twice(own_server: RedisServer) -> None:
-    """The first request reaches Redis, its answer reaches nobody."""
-    with closing(open_redis(own_server.url, "s")) as stream:
-        append = stream._scripts[redis_stream._APPEND]
-        calls = 0
+def lose_next_answer(stream: RedisStream[Problem], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """The next append reaches Redis, its answer reaches nobody; something else may happen before it is tried again."""
+    append = stream._scripts[redis_stream._APPEND]
 
-        def lost_at_first(**arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            answer = append(**arguments)
-            if calls == 1:
-                raise stream._redis.exceptions.ConnectionError("the line was cut")
-            return answer
+    def lost(**arguments: Any) -> Any:
+        append(**arguments)
+        stream._scripts[redis_stream._APPEND] = append
+        meanwhile()
+        raise stream._redis.exceptions.ConnectionError("the line was cut")
 
-        stream._scripts[redis_stream._APPEND] = lost_at_first
+    stream._scripts[redis_stream._APPEND] = lost
+
+
+def test_an_append_whose_answer_was_lost_is_not_made_twice(redis_server: RedisServer, tmp_path: Path) -> None:
+    with closing(open_redis(redis_server.url, tmp_path.name)) as stream:
+        lose_next_answer(stream)
         assert stream.append(problem(0)) == 0
-        assert calls == 2
         assert stream.append(problem(1)) == 1
-        assert stream.read(0, 9) == [problem(0), problem(1)]
+        lose_next_answer(stream)
+        assert stream.append_many(problems(range(2, 9))) == list(range(2, 9))
+        assert stream.read(0, 99) == problems(range(9))
+
+
+def test_many_that_found_room_in_part_and_whose_answer_was_lost(redis_server: RedisServer, tmp_path: Path) -> None:
+    with closing(open_redis(redis_server.url, tmp_path.name, capacity=3)) as stream:
+        lose_next_answer(stream)
+        assert stream.append_many(problems(range(5)), timeout_s=0) == [0, 1, 2]
+        stream.read(2)
+        lose_next_answer(stream)
+        assert stream.append_many(problems(range(3, 6)), timeout_s=0) == [3, 4]
+        assert stream.read(0, 99) == problems(range(5))
+
+
+def test_another_writer_makes_no_lost_answer_forgotten(own_server: RedisServer) -> None:
+    """Not even with a restart of Redis between."""
+
+    def restart_and_append() -> None:
+        own_server.kill()
+        own_server.start()
+        with closing(open_redis(own_server.url, "s")) as other:
+            assert other.append_many(problems(range(3, 5))) == [3, 4]
+
+    with closing(open_redis(own_server.url, "s")) as stream:
+        lose_next_answer(stream, restart_and_append)
+        assert stream.append_many(problems(range(3))) == [0, 1, 2]
+        assert stream.append(problem(5)) == 5
+        assert stream.read(0, 99) == problems(range(6))
+
+
+def test_many_travel_in_calls_of_bounded_size(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_stream, "_CALL_BYTES", 300)
+    with closing(open_redis(redis_server.url, tmp_path.name)) as stream:
+        insert, sizes = stream._insert, []
+
+        def noted_insert(messages: Any) -> range:
+            sizes.append(sum(map(len, messages)))
+            return insert(messages)
+
+        monkeypatch.setattr(stream, "_insert", noted_insert)
+        stream.append_many(problems(range(20)))
+        assert len(sizes) > 1
+        assert max(sizes) <= 300
+        large = Problem("large", "x" * 1000, "")
+        assert stream.append_many([large, problem(1)]) == [20, 21]
+        assert stream.read(0, 20) == problems(range(20))
+        assert stream.read(20, 2) == [large, problem(1)]
+
+
+def test_a_removed_stream_leaves_nothing(own_server: RedisServer) -> None:
+    with closing(open_redis(own_server.url, "s")) as stream:
+        append_all(stream, 3)
+        stream.read(2)
+        stream.remove()
+        assert stream._client.keys() == []
+        with pytest.raises(StreamError, match="is gone"):
+            stream.append(problem(3))
 
 
 def test_what_else_may_be_wrong_with_a_redis_stream(redis_server: RedisServer) -> None:
@@ -567,20 +719,27 @@ def test_what_else_may_be_wrong_with_a_redis_stream(redis_server: RedisServer) -
     with pytest.raises(StreamError, match=f"schema {SCHEMA_VERSION + 1} by a newer midflight"):
         open_redis(redis_server.url, "newer")
     with closing(open_redis(redis_server.url, "damaged")) as stream:
-        stream._run(redis_stream._APPEND, 100, b"rubbish", "token")
+        stream._insert([b"rubbish"])
         with pytest.raises(StreamError, match=r"record 0: not a readable Problem"):
             stream.read(0)
     with pytest.raises(StreamError, match="no URL of a Redis"):
         open_redis("http://127.0.0.1", "s")
 
 
-def main(role: str, path: str, capacity: str, num_records: str) -> None:
+def write_batches(where: str, batch: str) -> None:
+    with closing(open_anywhere(where)) as stream:
+        while True:
+            start = stream.next_offset()
+            stream.append_many(problems(range(start, start + int(batch))))
+
+
+def pass_on(role: str, path: str, capacity: str, num_records: str) -> None:
     stream = open_sqlite(Path(path), int(capacity))
     if role == "write":
         append_all(stream, int(num_records))
     else:
-        assert read_all(stream, int(num_records)) == [problem(index) for index in range(int(num_records))]
+        assert read_all(stream, int(num_records)) == problems(range(int(num_records)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_batches(*sys.argv[2:]) if sys.argv[1] == "batches" else pass_on(*sys.argv[1:])

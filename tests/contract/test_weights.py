@@ -1,6 +1,6 @@
 """What a weight transport promises, and what shared memory and files promise besides.
 
-As a program, this file is the sender of a test: `test_weights.py hammer|die PATH`.
+As a program, this file is the sender of a test: `test_weights.py hammer|die|hammer_files|die_in_files PATH [MOMENT]`.
 """
 
 from __future__ import annotations
@@ -333,10 +333,10 @@ def give_up() -> None:
 
 
 @contextmanager
-def running(role: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(role: str, path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """This file as another process, killed at the end if it still runs."""
     environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment) as process:
+    with subprocess.Popen([sys.executable, __file__, role, str(path), *arguments], env=environment) as process:
         try:
             yield process
         finally:
@@ -534,8 +534,53 @@ def test_a_damaged_file_of_weights_is_an_error(path: Path) -> None:
             receiver.receive()
 
 
-def hammer(path: Path) -> None:
-    sender = SharedMemorySender(path)
+def test_files_are_whole_while_a_sender_hammers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver is often slower than two sends, and then finds that the file it was to read is gone."""
+    chance = random.Random(3)
+    num_gone = 0
+    with closing(FileReceiver(path)) as receiver, closing(FileReceiver(path)) as observer:
+
+        def slow_load(file: Path) -> Any:
+            nonlocal num_gone
+            newest = observer.newest_version()
+            assert newest is not None
+            assert observer.wait(newer_than=newest - 1 + chance.choice([0, 0, 1, 2, 3]), timeout_s=TIMEOUT_S)
+            num_gone += not file.exists()
+            return load_file(file)
+
+        load_file = weight_files.load_file
+        monkeypatch.setattr(weight_files, "load_file", slow_load)
+        with running("hammer_files", path):
+            assert receiver.wait(newer_than=-1, timeout_s=TIMEOUT_S)
+            versions = [assert_whole(receiver.receive()) for _ in range(50)]
+        monkeypatch.undo()
+        versions.append(assert_whole(receiver.receive()))
+    assert versions == sorted(versions)
+    assert num_gone > 0
+
+
+@pytest.mark.parametrize("moment", ["half written", "not at its place", "not the newest"])
+def test_a_sender_of_files_killed_in_the_middle_leaves_the_newest_version(path: Path, moment: str) -> None:
+    with closing(FileReceiver(path)) as receiver:
+        with running("die_in_files", path, moment) as process:
+            assert receiver.wait(newer_than=6, timeout_s=TIMEOUT_S)
+            assert assert_whole(receiver.receive()) == 7
+            assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert not receiver.wait(newer_than=7, timeout_s=0)
+        assert assert_whole(receiver.receive()) == 7
+        with closing(FileReceiver(path)) as late:
+            assert assert_whole(late.receive()) == 7
+        with closing(FileSender(path)) as sender:
+            sender.announce(specs_of(HAMMERED))
+            sender.send(8, filled(8).items())
+        assert receiver.wait(newer_than=7, timeout_s=0)
+        assert assert_whole(receiver.receive()) == 8
+        assert len(list(path.glob("*.safetensors"))) == 2
+        assert not list(path.glob("*.unfinished")), "what was begun is written over"
+
+
+def hammer(path: Path, kind: Callable[[Path], Any] = SharedMemorySender) -> None:
+    sender = kind(path)
     sender.announce(specs_of(HAMMERED))
     test = os.getppid()
     for version in itertools.takewhile(lambda _: os.getppid() == test, itertools.count()):
@@ -549,5 +594,33 @@ def die(path: Path) -> None:
     sender.send(8, deadly(8, lambda: os.kill(os.getpid(), signal.SIGKILL)).items())
 
 
+def die_in_files(path: Path, moment: str) -> None:
+    sender = FileSender(path)
+    sender.announce(specs_of(HAMMERED))
+    sender.send(7, filled(7).items())
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_half(_: Any, file: Path, metadata: Any) -> None:
+        file.write_bytes(b"half")
+        die()
+
+    match moment:
+        case "half written":
+            weight_files.save_file = write_half
+        case "not at its place":
+            os.fsync = die
+        case "not the newest":
+            Path.write_text = die  # type: ignore[assignment, method-assign]
+    sender.send(8, filled(8).items())
+
+
 if __name__ == "__main__":
-    {"hammer": hammer, "die": die}[sys.argv[1]](Path(sys.argv[2]))
+    roles: dict[str, Callable[..., None]] = {
+        "hammer": hammer,
+        "die": die,
+        "hammer_files": lambda path: hammer(path, FileSender),
+        "die_in_files": die_in_files,
+    }
+    roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

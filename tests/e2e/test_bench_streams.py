@@ -16,10 +16,11 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_every_kind_has_a_row_of_figures() -> None:
-    done = bench("--records", "2000", "--record-bytes", "100", "--json")
+    done = bench("--records", "2000", "--record-bytes", "100", "--batch", "1,7", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert [row["stream"] for row in result["rows"]] == ["sqlite", "redis"]
+    rows = [(row["stream"], row["batch"], "server_peak_mib" in row) for row in result["rows"]]
+    assert rows == [("sqlite", 1, False), ("sqlite", 7, False), ("redis", 1, True), ("redis", 7, True)]
     for row in result["rows"]:
         assert row["records_per_s"] > 0
         assert row["reader_growth_mib"] >= 0

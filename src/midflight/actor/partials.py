@@ -13,17 +13,16 @@ saves, as it may those of the streams.
 from __future__ import annotations
 
 import json
-import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from midflight.errors import StreamError
-from midflight.streams.codec import SCHEMA_VERSION, Codec
+from midflight.streams.codec import Codec
+from midflight.streams.database import Database
 from midflight.types import (
     ActorCheckpoint,
     ActorState,
@@ -35,17 +34,14 @@ from midflight.types import (
     RolloutStatus,
 )
 
-_BUSY_TIMEOUT_S = 30.0
-_TABLES = """
-CREATE TABLE IF NOT EXISTS actor (id INTEGER PRIMARY KEY CHECK (id = 0), state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS rollouts (
-    rollout_id INTEGER PRIMARY KEY, group_id INTEGER, status TEXT, finish_reason TEXT, num_carried INTEGER,
-    reward REAL, reward_components TEXT, failure TEXT
-);
-CREATE TABLE IF NOT EXISTS tokens (
-    rollout_id INTEGER, start INTEGER, piece BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (rollout_id, start)
-) WITHOUT ROWID;
-"""
+_APPLICATION_ID = 0x4D465052  # "MFPR"
+_TABLES = (
+    "CREATE TABLE actor (id INTEGER PRIMARY KEY CHECK (id = 0), state BLOB NOT NULL)",
+    "CREATE TABLE rollouts (rollout_id INTEGER PRIMARY KEY, group_id INTEGER, status TEXT, finish_reason TEXT,"
+    " num_carried INTEGER, reward REAL, reward_components TEXT, failure TEXT)",
+    "CREATE TABLE tokens (rollout_id INTEGER, start INTEGER, piece BLOB NOT NULL, crc INTEGER NOT NULL,"
+    " PRIMARY KEY (rollout_id, start)) WITHOUT ROWID",
+)
 _NO_PROMPT = np.zeros(0, np.int32)
 _PIECE = np.dtype([("token_ids", "<i4"), ("logprobs", "<f4"), ("weight_versions", "<i4")])
 
@@ -66,23 +62,16 @@ class PartialBuffer:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._states = Codec(ActorState)
         self._saved: dict[RolloutId, _Saved] | None = None  # None: nothing by this object yet
-        with self._errors():
-            self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-            try:
-                self._prepare()
-            except BaseException:
-                self._db.close()
-                raise
+        self._db = Database(path, "a partial-rollout buffer", _APPLICATION_ID, _TABLES)
 
     def load(self) -> ActorCheckpoint | None:
         """The actor as it was last saved, everything in flight as partial rollouts; None if it never was.
 
         The rollouts come without their prompts.
         """
-        with self._errors():
+        with self._db.errors(ValueError, StreamError):
             state = self._db.execute("SELECT state FROM actor").fetchone()
             rows = self._db.execute("SELECT * FROM rollouts ORDER BY rollout_id").fetchall()
             return (
@@ -115,8 +104,7 @@ class PartialBuffer:
                 piece = _packed(new)
                 tokens.append((rollout.rollout_id, num_known, piece, zlib.crc32(piece)))
         gone = [(rollout_id,) for rollout_id in known.keys() - saved.keys()]
-        with self._errors(), self._db:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._db.transaction():
             if self._saved is None:
                 self._db.execute("DELETE FROM rollouts")
                 self._db.execute("DELETE FROM tokens")
@@ -129,15 +117,6 @@ class PartialBuffer:
 
     def close(self) -> None:
         self._db.close()
-
-    def _prepare(self) -> None:
-        schema = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if schema not in (0, SCHEMA_VERSION):
-            raise StreamError(f"{self._path} was written with schema {schema}; this midflight reads {SCHEMA_VERSION}")
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(_TABLES)
-        self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _rollout(
         self,
@@ -181,13 +160,6 @@ class PartialBuffer:
             logprobs=tokens["logprobs"].astype(np.float32),
             weight_versions=tokens["weight_versions"].astype(np.int32),
         )
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError, ValueError, StreamError) as error:
-            raise StreamError(f"{self._path}: {error}") from error
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:

@@ -1,11 +1,12 @@
 """Records per second through each stream, from one process to another, and whether memory stays bounded.
 
-The writer appends one record after the other; the reader takes them a hundred at a time and trims behind itself.
+The writer appends so many records at once; the reader takes up to a hundred at a time and trims behind itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import resource
 import tempfile
@@ -33,10 +34,11 @@ _WARM_UP = 1000  # records
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """`num_records` of `record_bytes` each; where a stream is, if it is one that exists."""
+    """`num_records` of `record_bytes` each; `batches` are how many are appended at once, one measurement each."""
 
     num_records: int
     record_bytes: int
+    batches: tuple[int, ...]
     redis_url: str | None = None  # None: a server of the benchmark's own
 
     def record(self, index: int) -> Problem:
@@ -44,7 +46,7 @@ class StreamLoad:
 
 
 def bench_streams(kinds: tuple[str, ...], load: StreamLoad, report: Callable[[str], None]) -> dict[str, Any]:
-    """A row per kind. Units: `records_per_s`; `*_mib`: the growth of a process's memory over the whole run.
+    """A row per kind and batch. Units: `records_per_s`; `*_growth_mib`: of a process's memory over the whole run.
 
     Raises: RecipeError if there is no such kind, or no Redis; WorkerError if the writer fails.
     """
@@ -52,10 +54,13 @@ def bench_streams(kinds: tuple[str, ...], load: StreamLoad, report: Callable[[st
     if unknown:
         raise RecipeError(f"--streams: there is no {unknown[0]!r}; known are {', '.join(KINDS)}")
     rows = []
-    for kind in kinds:
-        with tempfile.TemporaryDirectory() as directory, _place(kind, Path(directory), load) as where:
-            rows.append({"stream": kind, **_measure(kind, where, load)})
-        report(f"{kind}: {rows[-1]['records_per_s']:,.0f} records/s")
+    for kind, batch in itertools.product(kinds, load.batches):
+        with tempfile.TemporaryDirectory() as directory, _place(kind, Path(directory), load) as (where, server):
+            row: dict[str, Any] = {"stream": kind, "batch": batch, **_measure(kind, where, load, batch)}
+            if server:
+                row["server_peak_mib"] = server.peak_memory_bytes() / 2**20
+        rows.append(row)
+        report(f"{kind}, {batch} at once: {row['records_per_s']:,.0f} records/s")
     return {
         "machine": describe_machine(),
         "records": load.num_records,
@@ -65,10 +70,10 @@ def bench_streams(kinds: tuple[str, ...], load: StreamLoad, report: Callable[[st
     }
 
 
-def _measure(kind: str, where: str, load: StreamLoad) -> dict[str, float]:
+def _measure(kind: str, where: str, load: StreamLoad, batch: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    writer = context.Process(target=_write, args=(kind, where, load, theirs))
+    writer = context.Process(target=_write, args=(kind, where, load, batch, theirs))
     stream = _open(kind, where)
     writer.start()
     try:
@@ -80,9 +85,11 @@ def _measure(kind: str, where: str, load: StreamLoad) -> dict[str, float]:
             raise WorkerError("the writing process said nothing")
         writer_mib = ours.recv()
     finally:
-        stream.close()
         writer.terminate()
         writer.join()
+        if isinstance(stream, RedisStream):
+            stream.remove()
+        stream.close()
     return {
         "records_per_s": load.num_records / seconds,
         "reader_growth_mib": _memory_mib() - before_mib,
@@ -102,15 +109,18 @@ def _read(stream: Stream[Problem], start: int, count: int) -> None:
         stream.trim(offset)
 
 
-def _write(kind: str, where: str, load: StreamLoad, reader: Connection) -> None:
+def _write(kind: str, where: str, load: StreamLoad, batch: int, reader: Connection) -> None:
     stream = _open(kind, where)
-    for index in range(_WARM_UP):
-        stream.append(load.record(index))
+    _append(stream, load, range(_WARM_UP), batch)
     before_mib = _memory_mib()
-    for index in range(_WARM_UP, _WARM_UP + load.num_records):
-        stream.append(load.record(index))
+    _append(stream, load, range(_WARM_UP, _WARM_UP + load.num_records), batch)
     reader.send(_memory_mib() - before_mib)
     stream.close()
+
+
+def _append(stream: Stream[Problem], load: StreamLoad, indices: range, batch: int) -> None:
+    for start in range(0, len(indices), batch):
+        stream.append_many([load.record(index) for index in indices[start : start + batch]])
 
 
 def _open(kind: str, where: str) -> Stream[Problem]:
@@ -120,12 +130,12 @@ def _open(kind: str, where: str) -> Stream[Problem]:
 
 
 @contextlib.contextmanager
-def _place(kind: str, directory: Path, load: StreamLoad) -> Iterator[str]:
-    """A path or a URL, for as long as it is needed."""
+def _place(kind: str, directory: Path, load: StreamLoad) -> Iterator[tuple[str, RedisServer | None]]:
+    """A path or a URL, for as long as it is needed, and the server if it is the benchmark's own."""
     if kind == "sqlite":
-        yield str(directory / "stream.sqlite")
+        yield str(directory / "stream.sqlite"), None
     elif load.redis_url:
-        yield load.redis_url
+        yield load.redis_url, None
     else:
         try:
             server = RedisServer(directory)
@@ -133,7 +143,7 @@ def _place(kind: str, directory: Path, load: StreamLoad) -> Iterator[str]:
         except FileNotFoundError as error:
             raise RecipeError(f"--redis-url: {error}") from error
         try:
-            yield server.url
+            yield server.url, server
         finally:
             server.kill()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from midflight.bench.machine import describe_machine, num_cores
@@ -32,6 +33,7 @@ from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySe
 from midflight.weights.slot_file import DTYPES, specs_of
 
 _TIMEOUT_S = 120.0
+_BROADCAST = "broadcast"  # what the other process is told to take part in
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def bench_weights(sizes: tuple[str, ...], dtype: str, rounds: int, report: Calla
     """A row per size and transport. Units: seconds; `*_gb_per_s`: 10^9 bytes per second.
 
     `of_memcpy` is the rate of publishing against that of a copy; `over_broadcast` the seconds of publishing against
-    those of a bare broadcast.
+    those of a bare broadcast, the median over turns.
     Raises: RecipeError if there is no such size; WorkerError if the receiving process fails.
     """
     unknown = [size for size in sizes if size not in SIZES]
@@ -148,19 +150,36 @@ def _files(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: C
 
 
 def _process_group(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: Connection) -> dict[str, Any]:
-    """Its seconds are until the receiver has everything; so are those of the bare broadcast."""
+    """Its seconds are until the receiver has everything; so are those of the bare broadcast. They take turns.
+
+    `handshake_s`: publishing a single number, all the rest of which is announcing and answering.
+    """
     sender = ProcessGroupSender("127.0.0.1", timeout_s=_TIMEOUT_S)
     sender.connect(lambda invitation: _ask(receiver, invitation))
-    publish_s = _median_seconds(
-        lambda: sender.send(0, weights, lambda _, announcement: _ask(receiver, announcement)), rounds
-    )
+    bare = _bare_broadcast(sum(tensor.nbytes for tensor in weights.values()), receiver)
+
+    def publish(sent: dict[str, Tensor]) -> float:
+        started = time.perf_counter()
+        sender.send(0, sent, lambda _, announcement: _ask(receiver, announcement))
+        return time.perf_counter() - started
+
+    def broadcast() -> float:
+        receiver.send(_BROADCAST)
+        seconds = bare()
+        _answer(receiver)
+        return seconds
+
+    tiny = {"number": torch.zeros(())}
+    turns = [(publish(weights), broadcast(), publish(tiny)) for _ in range(rounds + 1)][1:]
     sender.close()
-    broadcast_s = _broadcast_seconds(sum(tensor.nbytes for tensor in weights.values()), rounds, receiver)
+    dist.destroy_process_group()
+    publish_s, broadcast_s, handshake_s = map(statistics.median, zip(*turns, strict=True))
     return {
         "publish_s": publish_s,
         "receive_s": None,
+        "handshake_s": handshake_s,
         "broadcast_s": broadcast_s,
-        "over_broadcast": publish_s / broadcast_s,
+        "over_broadcast": statistics.median(published / bare for published, bare, _ in turns),
     }
 
 
@@ -170,32 +189,30 @@ class BareGroup:
 
     port: int
     num_bytes: int
-    num_broadcasts: int
 
-    def join(self, rank: int) -> float:
-        """Seconds of the median broadcast, as this rank sees them."""
-        import torch.distributed as dist
-
+    def join(self, rank: int) -> Callable[[], float]:
+        """What makes a broadcast, and returns its seconds until both have everything."""
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{self.port}", rank=rank, world_size=2)
         flat = torch.ones(self.num_bytes, dtype=torch.uint8)
 
-        def broadcast() -> None:
+        def broadcast() -> float:
+            dist.barrier()
+            started = time.perf_counter()
             dist.broadcast(flat, 0)
-            dist.barrier()  # it is over when the other one has it
+            dist.barrier()
+            return time.perf_counter() - started
 
-        seconds = _median_seconds(broadcast, self.num_broadcasts)
-        dist.destroy_process_group()
-        return seconds
+        return broadcast
 
 
-def _broadcast_seconds(num_bytes: int, rounds: int, receiver: Connection) -> float:
+def _bare_broadcast(num_bytes: int, receiver: Connection) -> Callable[[], float]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    group = BareGroup(port, num_bytes, rounds)
+    group = BareGroup(port, num_bytes)
     receiver.send(group)
-    seconds = group.join(rank=0)
+    broadcast = group.join(rank=0)
     _answer(receiver)
-    return seconds
+    return broadcast
 
 
 _TRANSPORTS: dict[str, Callable[[dict[str, Tensor], int, Path, Connection], dict[str, Any]]] = {
@@ -209,6 +226,7 @@ def _receiving(transport: str, directory: Path, sender: Connection) -> None:
     """The other process: receives what it is told to, and says how long that took."""
     torch.set_num_threads(num_cores())
     path = directory / "weights"
+    bare: Callable[[], float] | None = None
     receiver: Any = {"shared_memory": SharedMemoryReceiver, "files": FileReceiver}.get(transport, lambda _: None)(path)
     while (message := sender.recv()) is not None:
         started = time.perf_counter()
@@ -218,7 +236,10 @@ def _receiving(transport: str, directory: Path, sender: Connection) -> None:
             case Announcement():
                 receiver.receive(message)
             case BareGroup():
-                message.join(rank=1)
+                bare = message.join(rank=1)
+            case str():
+                assert bare is not None
+                bare()
             case version:
                 assert receiver.receive()[0] == version
         sender.send(time.perf_counter() - started)

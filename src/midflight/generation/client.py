@@ -23,8 +23,8 @@ import numpy as np
 
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from midflight.weights.process_group import (
-    DEFAULT_BUCKET_BYTES,
     DEFAULT_TIMEOUT_S,
     Announcement,
     Backend,

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from midflight.types import TEMPERATURES
-from midflight.weights.process_group import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
+from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
+from midflight.weights.process_group import DEFAULT_TIMEOUT_S
 
 # Ids above are the server's own, for requests without one; all fit into the 53 bits that any JSON reader keeps.
 NUM_ROLLOUT_IDS = 1 << 52

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -37,7 +38,10 @@ def check_streams(recipe: Recipe) -> None:
     """Raises: RecipeError if the recipe's Redis cannot be used; MissingExtraError without the package for it."""
     if recipe.streams.type == "redis":
         try:
-            RedisStream(_redis_url(recipe), "midflight:check", TrainingBatch, 1, _CHECK_PATIENCE_S).close()
+            name = f"midflight:check:{os.getpid()}"
+            stream = RedisStream(_redis_url(recipe), name, TrainingBatch, 1, _CHECK_PATIENCE_S)
+            with contextlib.closing(stream):
+                stream.remove()
         except StreamError as error:
             raise RecipeError(f"streams: {error}") from error
 

@@ -57,7 +57,7 @@ class Codec(Generic[Record]):
         """
         try:
             schema, type_name, crc, body = self._envelope_decoder.decode(message)
-            _check_schema(schema)
+            check_schema(schema)
             if type_name != self._type_name:
                 raise StreamError(f"expected a {self._type_name}, found {type_name!r}")
             if zlib.crc32(body) != crc:
@@ -67,10 +67,13 @@ class Codec(Generic[Record]):
             raise StreamError(f"not a readable {self._type_name}: {error}") from error
 
 
-def _check_schema(schema: int) -> None:
+def check_schema(schema: int, what: str = "") -> None:
+    """Raises: StreamError, beginning with `what`, if this midflight cannot read what that schema says."""
     if schema != SCHEMA_VERSION:
         writer = "a newer" if schema > SCHEMA_VERSION else "an older"
-        raise StreamError(f"written with schema {schema} by {writer} midflight; this one reads schema {SCHEMA_VERSION}")
+        raise StreamError(
+            f"{what}written with schema {schema} by {writer} midflight; this one reads schema {SCHEMA_VERSION}"
+        )
 
 
 def _plain(value: object) -> object:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from midflight.doorbell import deadline_after
 from midflight.errors import StreamError
 
 Record = TypeVar("Record")
@@ -27,14 +30,24 @@ class MemoryStream(Generic[Record]):
         self._closed = False
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
+        offsets = self.append_many([record], timeout_s)
+        return offsets[0] if offsets else None
+
+    def append_many(self, records: Sequence[Record], timeout_s: float | None = None) -> list[int]:
+        deadline_s = deadline_after(timeout_s)
+        offsets: list[int] = []
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room(), timeout_s)
-            self._check_open()
-            if not self._has_room():
-                return None
-            self._records.append(record)
-            self._changed.notify_all()
-            return self._end() - 1
+            while len(offsets) < len(records):
+                left_s = None if timeout_s is None else deadline_s - time.monotonic()
+                self._changed.wait_for(lambda: self._closed or self._num_free() > 0, left_s)
+                self._check_open()
+                new = records[len(offsets) : len(offsets) + self._num_free()]
+                if not new:
+                    break
+                offsets += range(self._end(), self._end() + len(new))
+                self._records += new
+                self._changed.notify_all()
+        return offsets
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         with self._changed:
@@ -84,8 +97,8 @@ class MemoryStream(Generic[Record]):
     def _end(self) -> int:
         return self._first_offset + len(self._records)
 
-    def _has_room(self) -> bool:
-        return self._end() - self._read_offset < self._capacity
+    def _num_free(self) -> int:
+        return self._read_offset + self._capacity - self._end()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,7 +6,7 @@
              unblocked by: read, trim                                    unblocked by: append
 
     {NAME}:log    a Redis Stream; the entry with id K-0 is the record at offset K - 1
-    {NAME}:meta   a hash: what it is a stream of, the next offset, the read position, the last appender's token
+    {NAME}:meta   a hash: what it is a stream of, the next offset, the read position; by writer, what its last call did
     {NAME}:room   a list with one element after room was made
 
 Every change is one script, so a killed client leaves the stream as it was before or after the change. A connection that
@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from midflight.doorbell import deadline_after
 from midflight.errors import MissingExtraError, StreamError
-from midflight.streams.codec import SCHEMA_VERSION, Codec
+from midflight.streams.codec import SCHEMA_VERSION, Codec, check_schema
 
 Record = TypeVar("Record")
 Result = TypeVar("Result")
@@ -33,13 +33,16 @@ Result = TypeVar("Result")
 _BLOCK_S = 1.0
 _RETRY_S = 0.1
 
+_CALL_BYTES = 1 << 20  # of messages in one call, roughly; Redis does nothing else meanwhile
+
 # All scripts begin like this. ARGV[1] is the identity of the stream when this client opened it.
 _PREAMBLE = """
 local meta, log, room = KEYS[1], KEYS[2], KEYS[3]
-if redis.call('HGET', meta, 'identity') ~= ARGV[1] then return {'gone'} end
-local function field(name) return tonumber(redis.call('HGET', meta, name)) end
+local identity, next, read = unpack(redis.call('HMGET', meta, 'identity', 'next', 'read'))
+if identity ~= ARGV[1] then return {'gone'} end
+next, read = tonumber(next), tonumber(read)
 local function move_read_position(offset)
-    if offset > field('read') then
+    if offset > read then
         redis.call('HSET', meta, 'read', offset)
         redis.call('DEL', room)
         redis.call('LPUSH', room, 1)
@@ -53,22 +56,28 @@ if redis.call('EXISTS', meta) == 0 then
 end
 return redis.call('HMGET', meta, 'identity', 'record_type', 'schema')
 """
-# An answer may be lost on its way and the request be made again: its token says that it was done already.
+# The messages are ARGV[5] and on. An answer may be lost on its way and the call be made again: what the writer's last
+# call did is remembered with the number of that call.
 _APPEND = (
     _PREAMBLE
     + """
-local next = field('next')
-if redis.call('HGET', meta, 'token') == ARGV[4] then return {next - 1} end
-if next - field('read') >= tonumber(ARGV[2]) then return {'full'} end
-redis.call('XADD', log, string.format('%d-0', next + 1), 'm', ARGV[3])
-redis.call('HSET', meta, 'next', next + 1, 'token', ARGV[4])
-return {next}
+local capacity, writer, call = tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local last_call, start, stop = string.match(redis.call('HGET', meta, writer) or '', '(%d+) (%d+) (%d+)')
+if last_call == call then return {tonumber(start), tonumber(stop)} end
+stop = math.max(next, math.min(next + #ARGV - 4, read + capacity))
+for offset = next, stop - 1 do
+    redis.call('XADD', log, string.format('%d-0', offset + 1), 'm', ARGV[offset - next + 5])
+end
+if stop > next then
+    redis.call('HSET', meta, 'next', stop, writer, string.format('%s %d %d', call, next, stop))
+end
+return {next, stop}
 """
 )
 _READ = (
     _PREAMBLE
     + """
-local from, next = tonumber(ARGV[2]), field('next')
+local from = tonumber(ARGV[2])
 if from > next then return {next} end
 move_read_position(from)
 return {next, redis.call('XRANGE', log, string.format('%d-0', from + 1), '+', 'COUNT', ARGV[3])}
@@ -77,7 +86,7 @@ return {next, redis.call('XRANGE', log, string.format('%d-0', from + 1), '+', 'C
 _TRIM = (
     _PREAMBLE
     + """
-local before = math.max(0, math.min(tonumber(ARGV[2]), field('next')))
+local before = math.max(0, math.min(tonumber(ARGV[2]), next))
 redis.call('XTRIM', log, 'MINID', string.format('%d-0', before + 1))
 move_read_position(before)
 return {0}
@@ -93,7 +102,7 @@ redis.call('LPUSH', room, 1)
 return {0}
 """
 )
-_NEXT_OFFSET = _PREAMBLE + "return {field('next')}"
+_NEXT_OFFSET = _PREAMBLE + "return {next}"
 
 
 class RedisStream(Generic[Record]):
@@ -102,6 +111,7 @@ class RedisStream(Generic[Record]):
     Invariants: an offset that `append` returned is readable until it is trimmed, as long as Redis keeps its data.
     Raises: StreamError if it holds other records, was written by a newer midflight, asks for a password, cannot be
     reached for `patience_s`, or has lost the stream; MissingExtraError without the package redis.
+    Not: shared between threads; each opens its own.
     """
 
     def __init__(self, url: str, name: str, record_type: type[Record], capacity: int, patience_s: float = 60.0) -> None:
@@ -116,8 +126,9 @@ class RedisStream(Generic[Record]):
         self._where = f"{name} in Redis at {urlsplit(url).hostname}:{urlsplit(url).port or 6379}"
         self._capacity, self._patience_s = capacity, patience_s
         self._codec = Codec(record_type)
+        self._closed = False
         try:
-            self._client = redis.Redis.from_url(url, socket_timeout=10 * _BLOCK_S, socket_connect_timeout=_BLOCK_S)
+            self._client = self._patiently(lambda: _connect(redis, url))
         except ValueError as error:
             raise StreamError(f"no URL of a Redis: {error}") from error
         self._keys = [f"{{{name}}}:{part}" for part in ("meta", "log", "room")]
@@ -125,16 +136,23 @@ class RedisStream(Generic[Record]):
             script: self._client.register_script(script)
             for script in (_OPEN, _APPEND, _READ, _TRIM, _SKIP, _NEXT_OFFSET)
         }
-        self._closed = False
+        self._writer, self._num_calls = f"writer:{uuid.uuid4().hex}", 0
         self._identity = self._open(record_type.__name__)
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
-        message, token = self._codec.encode(record), uuid.uuid4().hex
+        offsets = self.append_many([record], timeout_s)
+        return offsets[0] if offsets else None
+
+    def append_many(self, records: Sequence[Record], timeout_s: float | None = None) -> list[int]:
+        messages = [self._codec.encode(record) for record in records]
         deadline_s = deadline_after(timeout_s)
-        while (answer := self._run(_APPEND, self._capacity, message, token)[0]) == b"full":
-            if not self._wait(deadline_s, self._wait_for_room):
-                return None
-        return int(answer)
+        offsets: list[int] = []
+        while len(offsets) < len(messages):
+            if new := self._insert(_one_call(messages, len(offsets))):
+                offsets += new
+            elif not self._wait(deadline_s, self._wait_for_room):
+                break
+        return offsets
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         deadline_s = deadline_after(timeout_s)
@@ -152,6 +170,10 @@ class RedisStream(Generic[Record]):
     def next_offset(self) -> int:
         return int(self._run(_NEXT_OFFSET)[0])
 
+    def remove(self) -> None:
+        """Leave nothing of it in Redis; for every client it is gone."""
+        self._patiently(lambda: self._client.delete(*self._keys))
+
     def close(self) -> None:
         self._closed = True  # the client would connect again
         self._client.close()
@@ -160,13 +182,15 @@ class RedisStream(Generic[Record]):
         arguments: list[bytes | str | int] = [uuid.uuid4().hex, record_type, SCHEMA_VERSION]
         answer = self._patiently(lambda: self._scripts[_OPEN](keys=self._keys, args=arguments))
         identity, found, schema = (value.decode() for value in answer)
-        if int(schema) > SCHEMA_VERSION:
-            raise StreamError(
-                f"{self._where} was written with schema {schema} by a newer midflight; this one reads {SCHEMA_VERSION}"
-            )
+        check_schema(int(schema), f"{self._where} was ")
         if found != record_type:
             raise StreamError(f"{self._where} is a stream of {found}, not of {record_type}")
         return str(identity)
+
+    def _insert(self, messages: Sequence[bytes]) -> range:
+        """The offsets of as many as there is room for."""
+        self._num_calls += 1
+        return range(*self._run(_APPEND, self._capacity, self._writer, self._num_calls, *messages))
 
     def _select(self, from_offset: int, max_records: int) -> list[tuple[int, bytes]]:
         end, *found = self._run(_READ, from_offset, max_records)
@@ -228,3 +252,18 @@ class RedisStream(Generic[Record]):
             return self._codec.decode(message)
         except StreamError as error:
             raise StreamError(f"{self._where}: record {offset}: {error}") from error
+
+
+def _connect(redis: Any, url: str) -> Any:
+    """A client with one connection of its own, which it need not fetch from a pool and check for every command."""
+    timeouts = {"socket_timeout": 10 * _BLOCK_S, "socket_connect_timeout": _BLOCK_S}
+    return redis.Redis.from_url(url, single_connection_client=True, **timeouts)
+
+
+def _one_call(messages: Sequence[bytes], start: int) -> Sequence[bytes]:
+    """As many, from `start` on, as one call should hold."""
+    stop, num_bytes = start + 1, len(messages[start])
+    while stop < len(messages) and num_bytes + len(messages[stop]) <= _CALL_BYTES:
+        num_bytes += len(messages[stop])
+        stop += 1
+    return messages[start:stop]

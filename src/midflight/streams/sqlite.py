@@ -10,30 +10,30 @@ Every change is one transaction in WAL mode, so a killed process leaves the stre
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from midflight.doorbell import Doorbell, deadline_after
 from midflight.errors import StreamError
-from midflight.streams.codec import SCHEMA_VERSION, Codec
+from midflight.streams.codec import Codec
+from midflight.streams.database import Database
 
 Record = TypeVar("Record")
 
-_APPLICATION_ID = 0x4D464C54  # "MFLT": tells a stream from any other SQLite file
-_BUSY_TIMEOUT_S = 30.0  # transactions take microseconds; a lock held for this long is held by a stopped process
+_APPLICATION_ID = 0x4D464C54  # "MFLT"
+_TABLES = (
+    "CREATE TABLE stream (record_type TEXT, next_offset INTEGER, read_offset INTEGER)",
+    "CREATE TABLE records (offset INTEGER PRIMARY KEY, message BLOB NOT NULL)",
+)
 
 
 class SqliteStream(Generic[Record]):
     """The stream at `path`, created if there is none; each process opens the same path.
 
-    Invariants: an offset that `append` returned is readable until it is trimmed, whatever is killed. Losing power may
-    lose the last records: commits go to the operating system at once but to the disk at WAL checkpoints only, because
-    waiting for the disk would cost milliseconds a record.
+    Invariants: an offset that `append` returned is readable until it is trimmed, whatever is killed; losing power may
+    lose the last records.
     Raises: StreamError if the file is no stream of such records, or cannot be written (a full disk); it stays readable.
     Not: shared between threads; each opens its own.
     """
@@ -45,24 +45,31 @@ class SqliteStream(Generic[Record]):
         self._capacity = capacity
         self._codec = Codec(record_type)
         self._acknowledged = 0  # the read position this reader has brought the file to
-        with self._errors(), _locked(path.parent):
-            self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-            try:
-                self._prepare(record_type.__name__)
+        self._db = Database(path, "a stream", _APPLICATION_ID, _TABLES)
+        try:
+            self._check(record_type.__name__)
+            with self._db.errors():
                 self._appended = Doorbell(path.with_name(path.name + ".appended"))
                 self._room = Doorbell(path.with_name(path.name + ".room"))
-            except BaseException:
-                self._db.close()
-                raise
+        except BaseException:
+            self._db.close()
+            raise
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
-        message = self._codec.encode(record)
+        offsets = self.append_many([record], timeout_s)
+        return offsets[0] if offsets else None
+
+    def append_many(self, records: Sequence[Record], timeout_s: float | None = None) -> list[int]:
+        messages = [self._codec.encode(record) for record in records]
         deadline_s = deadline_after(timeout_s)
-        while (offset := self._insert(message)) is None:
-            if not self._room.wait(deadline_s):
-                return None
-        self._appended.ring()
-        return offset
+        offsets: list[int] = []
+        while len(offsets) < len(messages):
+            if new := self._insert(messages[len(offsets) :]):
+                offsets += new
+                self._appended.ring()
+            elif not self._room.wait(deadline_s):
+                break
+        return offsets
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         deadline_s = deadline_after(timeout_s)
@@ -72,19 +79,19 @@ class SqliteStream(Generic[Record]):
         return [self._decode(offset, message) for offset, message in rows]
 
     def trim(self, before_offset: int) -> None:
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute("DELETE FROM records WHERE offset < ?", (before_offset,))
             self._db.execute("UPDATE stream SET read_offset = max(read_offset, min(next_offset, ?))", (before_offset,))
         self._room.ring()
 
     def skip_to(self, offset: int) -> None:
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute("DELETE FROM records")
             self._db.execute("UPDATE stream SET next_offset = ?1, read_offset = ?1", (offset,))
         self._room.ring()
 
     def next_offset(self) -> int:
-        with self._errors():
+        with self._db.errors():
             offset: int = self._db.execute("SELECT next_offset FROM stream").fetchone()[0]
             return offset
 
@@ -93,55 +100,29 @@ class SqliteStream(Generic[Record]):
         self._appended.close()
         self._room.close()
 
-    def _prepare(self, record_type: str) -> None:
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        with self._transaction():
-            if self._is_blank():
-                self._create(record_type)
-            self._check(record_type)
-        # The file remembers this mode. Before the check it would change a file that is not ours.
-        self._db.execute("PRAGMA journal_mode = WAL")
-
-    def _is_blank(self) -> bool:
-        return self._pragma("application_id") == 0 and not self._db.execute("SELECT 1 FROM sqlite_master").fetchone()
-
-    def _create(self, record_type: str) -> None:
-        self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        self._db.execute("CREATE TABLE stream (record_type TEXT, next_offset INTEGER, read_offset INTEGER)")
-        self._db.execute("CREATE TABLE records (offset INTEGER PRIMARY KEY, message BLOB NOT NULL)")
-        self._db.execute("INSERT INTO stream VALUES (?, 0, 0)", (record_type,))
-
     def _check(self, record_type: str) -> None:
-        if self._pragma("application_id") != _APPLICATION_ID:
-            raise StreamError(f"{self._path} is a SQLite database but not a stream")
-        schema = self._pragma("user_version")
-        if schema > SCHEMA_VERSION:
-            raise StreamError(
-                f"{self._path} was written with schema {schema} by a newer midflight; this one reads {SCHEMA_VERSION}"
-            )
-        (found,) = self._db.execute("SELECT record_type FROM stream").fetchone()
-        if found != record_type:
-            raise StreamError(f"{self._path} is a stream of {found}, not of {record_type}")
+        with self._db.transaction():
+            row = self._db.execute("SELECT record_type FROM stream").fetchone()
+            if row is None:
+                self._db.execute("INSERT INTO stream VALUES (?, 0, 0)", (record_type,))
+            elif row[0] != record_type:
+                raise StreamError(f"{self._path} is a stream of {row[0]}, not of {record_type}")
 
-    def _pragma(self, name: str) -> int:
-        value: int = self._db.execute(f"PRAGMA {name}").fetchone()[0]
-        return value
-
-    def _insert(self, message: bytes) -> int | None:
-        with self._transaction():
-            next_offset, read_offset = self._db.execute("SELECT next_offset, read_offset FROM stream").fetchone()
-            if next_offset - read_offset >= self._capacity:
-                return None
-            self._db.execute("INSERT INTO records VALUES (?, ?)", (next_offset, message))
-            self._db.execute("UPDATE stream SET next_offset = ?", (next_offset + 1,))
-        return int(next_offset)
+    def _insert(self, messages: Sequence[bytes]) -> range:
+        """The offsets of as many as there is room for."""
+        with self._db.transaction():
+            start, read_offset = self._db.execute("SELECT next_offset, read_offset FROM stream").fetchone()
+            offsets = range(start, min(start + len(messages), max(start, read_offset + self._capacity)))
+            if offsets:
+                self._db.executemany("INSERT INTO records VALUES (?, ?)", zip(offsets, messages, strict=False))
+                self._db.execute("UPDATE stream SET next_offset = ?", (offsets.stop,))
+        return offsets
 
     def _select(self, from_offset: int, max_records: int) -> list[tuple[int, bytes]]:
         end = self.next_offset()  # asked first: a record appended meanwhile must not look like a trimmed one
         if from_offset > end:
             raise StreamError(f"{self._path}: offset {from_offset} is past the end of the stream, {end}")
-        with self._errors():
+        with self._db.errors():
             self._acknowledge(from_offset)
             rows = self._db.execute(
                 "SELECT offset, message FROM records WHERE offset >= ? ORDER BY offset LIMIT ?",
@@ -171,28 +152,3 @@ class SqliteStream(Generic[Record]):
             return self._codec.decode(message)
         except StreamError as error:
             raise StreamError(f"{self._path}: record {offset}: {error}") from error
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Commits at the end, or rolls back; takes the write lock at once, as upgrading a read lock can fail."""
-        with self._errors(), self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise StreamError(f"{self._path}: {error}") from error
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time: SQLite does not wait for another that is just switching a new file to WAL mode."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)

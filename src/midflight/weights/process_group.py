@@ -10,8 +10,8 @@ How an invitation or an announcement gets to a receiver is the caller's business
 it up sets its key in the group's store; if the call fails, the sender's side sets the key to a refusal, so nobody
 waits for a transfer that will not come. Whatever goes wrong closes the group; it can be set up again at once.
 
-Tensors travel in flat buckets of bytes, since a small broadcast costs about as much as a megabyte. The store holds
-short byte strings only: nothing is ever unpickled.
+Tensors travel as bytes, in the buckets that `buckets` plans. The store holds short byte strings only: nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from midflight.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
-from midflight.weights.slot_file import SlotLayout, lay_out, specs_of
+from midflight.weights.buckets import DEFAULT_BUCKET_BYTES, Packer, Unpacker, broadcast_all, plan_buckets
+from midflight.weights.slot_file import specs_of
 
 Backend = Literal["gloo", "nccl"]
 Answer = TypeVar("Answer")
 
-DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_TIMEOUT_S = 60.0
 _READY, _REFUSED = "ready", "refused"
 
@@ -66,22 +66,6 @@ class Announcement:
     bucket_bytes: int
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLayout]:
-    """Tensors in order, as many to a bucket as fit; one that is larger than a bucket has one to itself.
-
-    Raises: WeightUpdateError if a name is announced twice or a dtype cannot be sent.
-    """
-    whole = lay_out(specs)
-    buckets: list[list[TensorSpec]] = []
-    start = 0
-    for placed in whole.tensors:
-        if not buckets or placed.offset + placed.num_bytes - start > bucket_bytes:
-            buckets.append([])
-            start = placed.offset
-        buckets[-1].append(placed.spec)
-    return [lay_out(bucket) for bucket in buckets]
-
-
 def local_address(host: str, port: int) -> str:
     """The address of this machine as `host` would reach it: loopback for loopback. Sends nothing.
 
@@ -104,7 +88,7 @@ class ProcessGroupReceiver:
 
     def __init__(self, invitation: Invitation, device: torch.device | str = "cpu") -> None:
         self._timeout_s = invitation.timeout_s
-        self._device = torch.device(device) if invitation.backend == "nccl" else torch.device("cpu")
+        self._unpacker = Unpacker(torch.device(device) if invitation.backend == "nccl" else torch.device("cpu"))
         self._key = _key(invitation.rank)
         address, port = invitation.master_address, invitation.master_port
         try:
@@ -119,22 +103,23 @@ class ProcessGroupReceiver:
             raise WeightUpdateError(f"rank {invitation.rank} cannot join {address}:{port}: {_reason(error)}") from error
 
     def receive(self, announcement: Announcement) -> dict[str, Tensor]:
-        """The announced tensors; they lie in fresh memory that is the caller's.
+        """The announced tensors; they are the caller's until the next `receive`.
 
         Raises: WeightUpdateError if the sender is lost or late; the group is then of no more use.
         """
         buckets = plan_buckets(announcement.specs, announcement.bucket_bytes)
-        weights: dict[str, Tensor] = {}
+        places = self._unpacker.places(buckets)
         try:
             self._store.set(self._key, _READY)
-            for index, layout in enumerate(buckets):
-                bucket = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=self._device)
-                _broadcast(self._group, bucket, self._timeout_s, f"bucket {index + 1} of {len(buckets)}")
-                weights.update(layout.views(bucket))
+            broadcast_all(self._group, places, len(buckets), self._timeout_s)
         except RuntimeError as error:
             self.close()
             raise WeightUpdateError(f"version {announcement.version} did not arrive: {_reason(error)}") from error
-        return weights
+        return {
+            name: view
+            for layout, place in zip(buckets, places, strict=True)
+            for name, view in layout.views(place).items()
+        }
 
     def close(self) -> None:
         """Leave the group; whoever waits for this rank is told at once."""
@@ -157,8 +142,10 @@ class ProcessGroupSender:
         self._ranks = range(1, num_receivers + 1)
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._store: TCPStore | None = None
+        # A store that waits for a key is locked meanwhile. Made once: connecting may ask a slow name server.
+        self._refusals: TCPStore | None = None
         self._group: Any = None
-        self._bucket = torch.empty(0, dtype=torch.uint8)
+        self._packer = Packer()
 
     @property
     def is_connected(self) -> bool:
@@ -187,6 +174,7 @@ class ProcessGroupSender:
             for rank in range(world_size)
         )
         try:
+            self._refusals = self._store.clone()  # type: ignore[attr-defined]
             answers = self._call_receivers(lambda rank: invite(others[rank - 1]))
             self._group = _process_group(self._store, own)
             self._results(answers)
@@ -202,7 +190,8 @@ class ProcessGroupSender:
     ) -> list[Answer]:
         """Broadcast the weights and return every receiver's answer.
 
-        `announce(rank, announcement)` runs in one thread per receiver and blocks until that one has the weights.
+        `announce(rank, announcement)` runs in one thread per receiver and blocks until that one has the weights. They
+        must not change until this returns.
         Raises: WeightUpdateError if a receiver is lost or late; what `announce` raises.
         """
         if self._group is None:
@@ -211,9 +200,9 @@ class ProcessGroupSender:
         buckets = plan_buckets(announcement.specs, self._bucket_bytes)
         try:
             answers = self._call_receivers(lambda rank: announce(rank, announcement))
-            for index, layout in enumerate(buckets):
-                bucket = self._pack(layout, weights)
-                _broadcast(self._group, bucket, self._timeout_s, f"bucket {index + 1} of {len(buckets)}")
+            broadcast_all(
+                self._group, self._packer.pack(buckets, weights, self._device(weights)), len(buckets), self._timeout_s
+            )
             return self._results(answers)
         except RuntimeError as error:
             self.close()
@@ -224,25 +213,18 @@ class ProcessGroupSender:
 
     def close(self) -> None:
         """Leave the group and stop listening."""
-        self._group = self._store = None
+        self._group = self._store = self._refusals = None
 
-    def _pack(self, layout: SlotLayout, weights: Mapping[str, Tensor]) -> Tensor:
-        if len(self._bucket) < layout.slot_bytes:
-            device = next(iter(weights.values())).device if self._backend == "nccl" else "cpu"
-            self._bucket = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)
-        bucket = self._bucket[: layout.slot_bytes]
-        with torch.no_grad():
-            for name, view in layout.views(bucket).items():
-                view.copy_(weights[name])
-        return bucket
+    def _device(self, weights: Mapping[str, Tensor]) -> torch.device:
+        return next(iter(weights.values())).device if self._backend == "nccl" else torch.device("cpu")
 
     def _call_receivers(self, call: Callable[[int], Answer]) -> list[Future[Answer]]:
         """Start the calls, and return when every receiver has said that it is ready."""
         assert self._store is not None
+        assert self._refusals is not None
+        refusals = self._refusals
         for rank in self._ranks:
             self._store.delete_key(_key(rank))
-        # A store that waits for a key is locked meanwhile; refusals need one of their own.
-        refusals = self._store.clone()  # type: ignore[attr-defined]
 
         def call_or_refuse(rank: int) -> Answer:
             try:
@@ -291,18 +273,6 @@ def _process_group(store: TCPStore, invitation: Invitation) -> Any:
     address = local_address(invitation.master_address, invitation.master_port)
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     return dist.ProcessGroupGloo(store, invitation.rank, invitation.world_size, gloo)
-
-
-def _broadcast(group: Any, bucket: Tensor, timeout_s: float, what: str) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = timedelta(seconds=timeout_s)
-    try:
-        group.broadcast([bucket], options).wait(options.timeout)
-        if bucket.is_cuda:
-            torch.cuda.synchronize(bucket.device)
-    except RuntimeError as error:
-        raise RuntimeError(f"{what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

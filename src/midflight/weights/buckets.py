@@ -1,0 +1,136 @@
+"""Weights as the byte tensors that a process group broadcasts: large tensors as they lie, small ones packed together.
+
+A small broadcast costs about as much as one of a megabyte, and a copy of a large tensor about as much as sending it
+half the way. Sender and receiver make the same plan of the same announcement.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from midflight.types import TensorSpec
+from midflight.weights.slot_file import SlotLayout, lay_out
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+# gloo has two threads. With no more than they take up at once, no transfer waits in a queue while its time runs, and
+# the one that fails takes the other with it.
+_NUM_IN_FLIGHT = 2
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLayout]:
+    """Tensors in order, as many to a bucket as fit; one that would fill a quarter has one to itself.
+
+    Raises: WeightUpdateError if a name is announced twice or a dtype cannot be sent.
+    """
+    buckets: list[list[TensorSpec]] = []
+    start, is_open = 0, False
+    for placed in lay_out(specs).tensors:
+        is_small = 4 * placed.num_bytes < bucket_bytes
+        if not (is_open and is_small and placed.offset + placed.num_bytes - start <= bucket_bytes):
+            buckets.append([])
+            start = placed.offset
+        buckets[-1].append(placed.spec)
+        is_open = is_small
+    return [lay_out(bucket) for bucket in buckets]
+
+
+class Packer:
+    """The sender's side: turns weights into buckets, in memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * _NUM_IN_FLIGHT
+
+    @torch.no_grad()
+    def pack(
+        self, buckets: Sequence[SlotLayout], weights: Mapping[str, Tensor], device: torch.device
+    ) -> Iterator[Tensor]:
+        """Each bucket's bytes, on the device; they stay until `_NUM_IN_FLIGHT` more have been asked for.
+
+        A bucket of one tensor is that tensor, so it must not change meanwhile.
+        """
+        for index, layout in enumerate(buckets):
+            if len(layout.tensors) == 1:
+                tensor = weights[layout.tensors[0].spec.name].detach().to(device).contiguous()
+                yield tensor.reshape(-1).view(torch.uint8)
+            else:
+                slot = index % _NUM_IN_FLIGHT
+                if self._memory[slot].device != device or len(self._memory[slot]) < layout.slot_bytes:
+                    self._memory[slot] = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)
+                bucket = self._memory[slot][: _num_bytes(layout)]
+                for name, view in layout.views(bucket).items():
+                    _copy(view, weights[name])
+                yield bucket
+
+
+class Unpacker:
+    """The receiver's side: where buckets arrive is where the tensors lie."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def places(self, buckets: Sequence[SlotLayout]) -> list[Tensor]:
+        """One for each bucket; on a CPU in the memory of the last call.
+
+        There, fresh memory costs a page fault every 4 kB, about as much as the transfer. A device has an allocator that
+        keeps memory at hand, and less of it.
+        """
+        size = sum(layout.slot_bytes for layout in buckets)
+        memory = self._memory
+        if len(memory) < size:
+            memory = torch.empty(size, dtype=torch.uint8, device=memory.device)
+            if memory.is_cpu:
+                self._memory = memory
+        slots = torch.split(memory[:size], [layout.slot_bytes for layout in buckets])
+        return [slot[: _num_bytes(layout)] for slot, layout in zip(slots, buckets, strict=True)]
+
+
+def broadcast_all(group: Any, tensors: Iterable[Tensor], num_tensors: int, timeout_s: float) -> None:
+    """Broadcast them from rank 0, in order; while one travels, the next one is asked for.
+
+    Raises: RuntimeError if one is lost or late.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    in_flight: deque[Callable[[], None]] = deque()
+
+    def start(index: int, tensor: Tensor) -> Callable[[], None]:
+        work = group.broadcast([tensor], options)
+
+        def finish() -> None:
+            try:
+                work.wait(options.timeout)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize(tensor.device)
+            except RuntimeError as error:
+                raise RuntimeError(f"bucket {index + 1} of {num_tensors}: {error}") from error
+
+        return finish
+
+    for index, tensor in enumerate(tensors):
+        in_flight.append(start(index, tensor))
+        if len(in_flight) == _NUM_IN_FLIGHT:
+            in_flight.popleft()()
+    while in_flight:
+        in_flight.popleft()()
+
+
+def _num_bytes(layout: SlotLayout) -> int:
+    """Without what only aligns the next tensor."""
+    return max((placed.offset + placed.num_bytes for placed in layout.tensors), default=0)
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """Small tensors between CPUs by this thread alone: torch's other threads wait for cores that are busy sending."""
+    if to.is_cpu and source.is_cpu and source.is_contiguous():
+        np.copyto(to.reshape(-1).view(torch.uint8).numpy(), source.detach().reshape(-1).view(torch.uint8).numpy())
+    else:
+        to.copy_(source)

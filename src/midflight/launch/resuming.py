@@ -20,8 +20,8 @@ from midflight.types import ActorCheckpoint, ActorState
 def prepare_to_resume(run: RunDirectory, recipe: Recipe, report: Callable[[str], None]) -> None:
     """Before any process is started: put damaged checkpoints aside, and streams that lost their ends where they belong.
 
-    A loss of power may take the last records of a stream that others have gone past. The groups in them that were not
-    trained on are open again, as of the checkpoint or of the stream that went on; those that were are not.
+    A loss of power may take records of one stream that others have gone past. Then it goes on where the next stage
+    does. Groups that were in batches which nobody has any more, and were not trained on, are open again.
     Raises: ModelError if the newest checkpoint is of another model; RunDirectoryError if a stream cannot be used;
     CheckpointError if no checkpoint is whole.
     """
@@ -33,12 +33,21 @@ def prepare_to_resume(run: RunDirectory, recipe: Recipe, report: Callable[[str],
         for name, stream in _streams(run, recipe):
             with contextlib.closing(stream):
                 end = stream.next_offset()
-                if end < passed:
-                    report(f"the stream of {name} has lost records {end} to {passed - 1}; it goes on after them")
+                if not _goes_on_at(stream, passed):
+                    report(f"the stream of {name} has lost records around {passed}; it goes on there")
                     stream.skip_to(passed)
-                passed = max(end, passed)
+                    end = passed
+                passed = end
     except StreamError as error:
         raise RunDirectoryError(str(error)) from error
+
+
+def _goes_on_at(stream: Stream[Any], offset: int) -> bool:
+    """Whether it has this record, or would get it next."""
+    try:
+        return bool(stream.read(offset, timeout_s=0)) or stream.next_offset() == offset
+    except StreamError:  # past its end, or trimmed because what comes after it had it
+        return False
 
 
 def actor_checkpoint(run: RunDirectory, recipe: Recipe) -> ActorCheckpoint | None:

@@ -90,7 +90,7 @@ def test_a_stream_without_its_end_goes_on_where_training_is(tmp_path: Path) -> N
     save_partials(run, actor_after(6), [1, 2, 3])  # of a batch that is lost, and was not trained on
     said: list[str] = []
     prepare_to_resume(run, recipe, said.append)
-    assert said == ["the stream of batches has lost records 3 to 4; it goes on after them"]
+    assert said == ["the stream of batches has lost records around 5; it goes on there"]
     restored = actor_checkpoint(run, recipe)
     assert restored
     assert restored.state == actor_after(5)
@@ -127,10 +127,29 @@ def test_groups_are_not_made_into_batches_again(tmp_path: Path) -> None:
             groups.append(chosen(index))
     said: list[str] = []
     prepare_to_resume(run, recipe, said.append)
-    assert said == ["the stream of groups has lost records 4 to 5; it goes on after them"]
+    assert said == ["the stream of groups has lost records around 6; it goes on there"]
     restored = actor_checkpoint(run, recipe)
     assert restored
     assert restored.state == actor_after(6)
+
+
+def test_batches_that_only_one_stream_had_are_made_again(tmp_path: Path) -> None:
+    """The stream after preprocessing lost them, and the one before it had forgotten them already."""
+    run, recipe = a_run(tmp_path, "preprocess.process=own")
+    append_batches(run, recipe, range(6))
+    save_step(run, recipe, 5)
+    with closing(open_groups(run, recipe)) as groups:
+        for index in range(9):
+            groups.append(chosen(index))
+        groups.trim(8)
+    said: list[str] = []
+    prepare_to_resume(run, recipe, said.append)
+    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    restored = actor_checkpoint(run, recipe)
+    assert restored
+    assert restored.state == actor_after(6)
+    with closing(open_groups(run, recipe)) as groups:
+        assert groups.append(chosen(6)) == 6
 
 
 def test_a_stream_of_a_newer_midflight_is_left_alone(tmp_path: Path) -> None:

@@ -224,6 +224,8 @@ class HTTPGenerator:
 
     def close(self) -> None:
         """Hang up; the server aborts what is in flight, and `abort` gives back what had arrived of it."""
+        if self._loop.is_closed():
+            return
         if self._sender is not None:
             self._sender.close()
         asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result()

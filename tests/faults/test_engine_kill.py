@@ -22,9 +22,9 @@ import midflight
 from midflight.actor.partials import PartialBuffer
 from midflight.config import load_recipe
 from midflight.launch.engine_registry import read_entries
+from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
 from midflight.launch.streams import open_batches, open_handed_over
-from midflight.launch.workers import actor_checkpoint
 from midflight.types import GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

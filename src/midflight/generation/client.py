@@ -37,6 +37,7 @@ from midflight.weights.process_group import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # of the environment; both ends look there
 STEP_S = 0.05
 # Shorter than any server's patience with an idle connection, so that none is used just as it is closed.
 KEEPALIVE_S = 2.0

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 from midflight.background import run_in_background
 from midflight.config import Recipe
 from midflight.errors import MidflightError, ModelError, RequestError
-from midflight.generation.client import HTTPGenerator
+from midflight.generation.client import TOKEN_VARIABLE, HTTPGenerator
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.launch.build import build_engine, build_schedule
 from midflight.launch.engine_registry import Entry, read_entries
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.serve import TOKEN_VARIABLE
 from midflight.models.loading import load_config
 from midflight.protocols import Generator
 from midflight.types import GenerationRequest

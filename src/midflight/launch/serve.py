@@ -16,6 +16,7 @@ import uvicorn
 
 from midflight.config import Recipe
 from midflight.errors import RecipeError
+from midflight.generation.client import TOKEN_VARIABLE
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
@@ -23,7 +24,6 @@ from midflight.launch.build import build_engine, check_model, num_threads
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.weights.slot_file import specs_of
 
-TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"
 _KEEPALIVE_S = 30
 _SHUTDOWN_S = 5
 

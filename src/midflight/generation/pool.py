@@ -136,6 +136,12 @@ class EnginePool:
             member.leaves_because = why
             self._drop_if_done(member)
 
+    def lose(self, name: str, why: str) -> None:
+        """Take a member out at once: somebody has found out that it is gone, or hangs."""
+        member = self._members.get(name)
+        if member is not None:
+            self._drop(member, why)
+
     def close(self) -> None:
         """Hang up on all members."""
         for member in self._members.values():
@@ -273,10 +279,15 @@ class EnginePool:
             for member, batch in batches.items():
                 try:
                     member.generator.add(batch)
-                except (RequestError, *_LOST) as error:
-                    if isinstance(error, RequestError) and any(each.rollout_id in (fresh or ()) for each in batch):
+                except RequestError as error:
+                    if any(each.rollout_id in (fresh or ()) for each in batch):
                         raise
                     self._drop(member, str(error))
+                    continue
+                except _LOST as error:
+                    # If it was stopped, it is still handing over what it has; if it is gone, `step` says so.
+                    member.leaves_because = str(error)
+                    self._drop_if_done(member)
                     continue
                 for request in batch:
                     del self._waiting[request.rollout_id]

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 # Between two attempts to connect: doubled each time, from the first to the last.
 BACKOFF_S = (1.0, 30.0)
+# Between two questions whether a server is still there: one that hangs says nothing by itself.
+PROBE_S = 10.0
 # For an answer, and for each bucket of weights; an engine that hangs may hold up the run for as long, once.
 _ANSWER_TIMEOUT_S = 30.0
 
@@ -106,6 +108,13 @@ class _Candidate:
     num_failures: int = 0
 
 
+@dataclass(slots=True)
+class _Probe:
+    generator: HTTPGenerator
+    due_s: float
+    answer: Future[int] | None = None
+
+
 class Servers:
     """Brings the members of a pool in line with a registry."""
 
@@ -121,6 +130,7 @@ class Servers:
         self._directory, self._connect, self._ended, self._note = directory, connect, ended, note
         self._clock = clock
         self._candidates: dict[str, _Candidate] = {}
+        self._probes: dict[str, _Probe] = {}
         self._said: dict[str, str] = {}
         self._next_look_s = -math.inf
 
@@ -133,6 +143,11 @@ class Servers:
         for name, candidate in self._candidates.items():
             if name not in pool.names:
                 self._pursue(name, candidate, pool, now_s)
+        for name, probe in list(self._probes.items()):
+            if name in pool.names:
+                self._continue_probe(name, probe, pool, now_s)
+            else:
+                del self._probes[name]
 
     def say(self, name: str, text: str) -> None:
         """To the user, unless it is what was said last about this server."""
@@ -182,7 +197,22 @@ class Servers:
             _put_off(candidate, now_s)
         else:
             candidate.joined_at_s = now_s
+            self._probes[name] = _Probe(generator, now_s + PROBE_S)
             pool.join(name, generator, generator.close)
+
+    def _continue_probe(self, name: str, probe: _Probe, pool: EnginePool, now_s: float) -> None:
+        if probe.answer is None:
+            if now_s >= probe.due_s:
+                probe.answer = run_in_background(functools.partial(_ask, probe.generator))
+        elif probe.answer.done():
+            error, probe.answer = probe.answer.exception(), None
+            probe.due_s = now_s + PROBE_S
+            if error is not None:
+                pool.lose(name, str(error))
+
+
+def _ask(generator: HTTPGenerator) -> int:
+    return generator.weight_version
 
 
 def _put_off(candidate: _Candidate, now_s: float) -> None:

@@ -337,6 +337,26 @@ def test_a_member_that_leaves_finishes_what_it_has_and_one_that_is_stopped_hands
     assert {"e0 left: its time is over", "e1 left: it was stopped"} <= set(controls.said)
 
 
+def test_a_stopped_engine_that_refuses_new_requests_still_hands_over_what_it_has() -> None:
+    controls = Controls()
+    first = controls.join()
+    pool = controls.pool
+    pool.add([request(0)])
+    for _ in range(3):
+        pool.step()
+    first.is_stopped = True
+    pool.add([request(1)])
+    assert pool.names == {"e0"}
+    assert not first.hung_up
+    controls.join()
+    assert pool.step() == []
+    assert len(pool.generated(RolloutId(0))) == 3
+    assert pool.names == {"e1"}
+    assert "e0 left: connection refused" in controls.said
+    for completion in controls.drain().values():
+        check(completion)
+
+
 def test_refused_requests() -> None:
     controls = Controls()
     first, second = controls.join(), controls.join()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from midflight.config import load_recipe
@@ -17,17 +18,30 @@ from midflight.errors import GenerationLostError, ModelError, RecipeError, RunDi
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.launch import engines
 from midflight.launch.engine_registry import Registration, read_entries
-from midflight.launch.engines import BACKOFF_S, LOOK_S, Servers
+from midflight.launch.engines import BACKOFF_S, LOOK_S, PROBE_S, Servers
 from midflight.launch.run_directory import RunDirectory, create_run
 from midflight.testing.fakes import ScriptedGenerator
+from midflight.types import GenerationRequest, RolloutId, SamplingParams
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
 
 
 class Connected(ScriptedGenerator):
+    hangs = False
+
     def __init__(self, url: str) -> None:
         super().__init__(lambda rollout: 5)
         self.url, self.is_closed = url, False
+
+    @property
+    def weight_version(self) -> int:
+        if self.hangs:
+            raise GenerationLostError("no answer")
+        return self._version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._version = version
 
     def close(self) -> None:
         self.is_closed = True
@@ -145,6 +159,24 @@ def test_a_server_that_does_not_fit_is_not_tried_again_until_it_is_another(contr
     controls.write("one", "http://one:1", at=2)
     controls.look()
     assert len(controls.attempts) == 2
+
+
+def test_a_server_that_hangs_is_found_out(controls: Controls) -> None:
+    """Also while nobody asks it for anything else, and when it is leaving already."""
+    for name in ("one", "two"):
+        controls.write(name, f"http://{name}:1")
+    controls.look()
+    request = GenerationRequest(RolloutId(0), np.array([1], np.int32), SamplingParams(8), seed=0)
+    controls.pool.add([request])
+    for engine in controls.made:
+        engine.step = list  # type: ignore[method-assign]
+    assert controls.look(PROBE_S) == {"one", "two"}
+    controls.made[0].hangs = True
+    (controls.directory / "one.json").unlink()
+    assert controls.look() == {"one", "two"}
+    assert controls.look(PROBE_S) == {"two"}
+    assert controls.notes[-1] == "engine one left: no answer; 1 rollouts go on elsewhere"
+    assert controls.made[1].num_in_flight == 1
 
 
 def test_what_is_no_entry_is_noted_once(controls: Controls) -> None:

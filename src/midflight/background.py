@@ -13,14 +13,22 @@ T = TypeVar("T")
 def run_in_background(function: Callable[[], T]) -> Future[T]:
     """Start the call in a daemon thread of its own; what it returns or raises is the future's."""
     future: Future[T] = Future()
-
-    def body() -> None:
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=body, name=getattr(function, "__qualname__", "background"), daemon=True).start()
+    name = getattr(function, "__qualname__", "background")
+    threading.Thread(target=_resolve, args=(future, function), name=name, daemon=True).start()
     return future
+
+
+def run_at_once(function: Callable[[], T]) -> Future[T]:
+    """The same for what only this thread may call: the future is done when it is returned."""
+    future: Future[T] = Future()
+    _resolve(future, function)
+    return future
+
+
+def _resolve(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

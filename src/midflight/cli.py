@@ -78,11 +78,26 @@ def evaluate(
 
 
 @app.command()
-def serve(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
+def serve(
+    recipe_path: RecipeArgument,
+    overrides: Overrides = None,
+    join: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="generate for this run, whose engine.type is http")
+    ] = None,
+) -> None:
     """Serve the model over HTTP: OpenAI's API, token ids and weight versions, in-flight weight updates."""
+    from midflight.launch.engine_registry import Registration
     from midflight.launch.serve import serve_model
 
-    serve_model(load_recipe(recipe_path, overrides or []), lambda url: print(f"serving at {url}", flush=True))
+    recipe = load_recipe(recipe_path, overrides or [])
+    registration = Registration(join) if join else None
+
+    def announce(url: str) -> None:
+        print(f"serving at {url}", flush=True)
+        if registration:
+            registration.enter(url)
+
+    serve_model(recipe, announce, registration.withdraw if registration else lambda: None)
 
 
 @app.command()

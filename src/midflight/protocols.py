@@ -114,6 +114,11 @@ class Generator(Protocol):
         ...
 
     @property
+    def num_engines(self) -> int:
+        """How many engines share the requests; at least 1."""
+        ...
+
+    @property
     def update_pending(self) -> bool:
         """Whether weights given to `update_weights` still wait to be swapped in; the tensors are in use until then."""
         ...

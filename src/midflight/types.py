@@ -317,7 +317,8 @@ class FleetView:
     newest_version: int  # optimizer steps the trainer has finished and published
     num_batches: int  # batches handed to the trainer so far
     num_started: int  # rollouts, since the run began
-    num_in_flight: int  # rollouts started whose own generation is not done
+    num_engines: int  # that generate now; 1 while one is waited for
+    num_in_flight: int  # rollouts started whose own generation is not done, on all engines
     num_ungraded: int  # rollouts whose generation is done and that wait for their grades
     num_finished: int  # rollouts, since the run began
     most_versions_in_flight: int  # weight versions in the rollout in flight that has tokens of the most

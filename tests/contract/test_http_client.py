@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import httpx
@@ -10,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
-from midflight.generation.client import HTTPGenerator
+from midflight.errors import GenerationError, GenerationLostError, RequestError, WeightUpdateError
+from midflight.generation.client import HTTPGenerator, ServerLimits
 from midflight.models.loading import weights_of
 from midflight.protocols import Generator
-from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
 
 SAMPLING = SamplingParams(24, temperature=0.9, stop_token_ids=(9,))
@@ -135,6 +137,59 @@ def test_aborted_tokens_come_back_and_go_on(start_server) -> None:
         (resumed,) = drain(client).values()
     assert resumed.generated.token_ids.tolist() == whole.generated.token_ids.tolist()
     assert resumed.generated.logprobs[:3].tolist() == whole.generated.logprobs[:3].tolist()
+
+
+def test_tokens_that_a_request_came_with_are_not_lost_with_the_server(start_server) -> None:
+    """Not even before the server says them again."""
+    engine = tiny_engine(tiny_model())
+    (request,) = requests(1, LONG)
+    engine.add([request])
+    (whole,) = drain(engine).values()
+    resumed = replace(request, generated=whole.generated.part(0, 7))
+    limited = Limited(tiny_engine(tiny_model()), num_steps=0)
+    with HTTPGenerator(start_server(limited).url, chunk_tokens=1) as client:
+        client.add([resumed])
+        assert client.generated(RolloutId(0)).token_ids.tolist() == whole.generated.token_ids[:7].tolist()
+        limited.num_steps = 2
+        wait_for_tokens(client, 0, 9)
+        client.close()
+        (partial,) = client.abort([RolloutId(0)])
+        assert partial.generated.token_ids.tolist() == whole.generated.token_ids[:9].tolist()
+        assert partial.generated.logprobs[:7].tolist() == whole.generated.logprobs[:7].tolist()
+        assert len(partial.generated.logprobs) == len(partial.generated.weight_versions) == 9
+
+
+def test_several_clients_are_waited_for_at_once(start_server) -> None:
+    ended = threading.Event()
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(HTTPGenerator(start_server().url, ended=ended, chunk_tokens=24)) for _ in range(2)
+        ]
+        for client in clients:
+            client.add(requests(1))
+        completions: list[Completion] = []
+        while len(completions) < 2:
+            assert ended.wait(60)
+            ended.clear()
+            completions += [completion for client in clients for completion in client.step()]
+        assert [client.step() for client in clients] == [[], []]
+
+
+def test_a_server_that_was_started_again_is_not_asked_with_its_old_weights(start_server) -> None:
+    first = start_server()
+    with HTTPGenerator(first.url) as client:
+        client.update_weights(3, weights_of(tiny_model(seed=1)))
+        first.driver.weight_version = 0  # as after a start
+        with pytest.raises(GenerationError, match="the weights are of version 0, and 3 is asked for"):
+            client.add(requests(1))
+        assert client.num_in_flight == 0
+        first.driver.weight_version = 4
+        client.add(requests(1))
+        drain(client)
+
+
+def test_limits(client: HTTPGenerator) -> None:
+    assert client.limits() == ServerLimits(vocab_size=VOCAB_SIZE, max_length=32 + 24, max_choices=16)
 
 
 def test_abort_while_paused_gives_back_what_never_ran(server, client: HTTPGenerator) -> None:

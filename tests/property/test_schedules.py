@@ -21,12 +21,14 @@ from torch import Tensor
 from midflight.actor.actor import Actor, ActorConfig, ChosenGroups
 from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.partials import PartialBuffer
+from midflight.errors import GenerationLostError
+from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.launch.resuming import restored_actor
 from midflight.metrics.lengths import length_bias
 from midflight.preprocess.advantages import group_mean
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
-from midflight.protocols import Schedule
+from midflight.protocols import Generator, Schedule
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.batches import take_batch
 from midflight.schedules.bounded import BoundedSchedule
@@ -36,7 +38,7 @@ from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState
-from midflight.types import FleetView, Rollout, RolloutGroup, SamplingParams, TrainingBatch
+from midflight.types import Completion, FleetView, Rollout, RolloutGroup, SamplingParams, TrainingBatch
 
 GROUP_SIZE = 2
 NUM_STEPS = 12
@@ -152,8 +154,7 @@ class Run:
         environment = Verifier(self.world)
         delays = self.world.grade_ticks
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
-        self.generator = ScriptedGenerator(self.world.length_of, self.world.update_ticks)
-        self.generator.weight_version = self.receiver.version
+        self.generator = self.make_generator()
         checkpoint = restored_actor(self.partials, [self.stream], TrainerState()) if self.partials else None
         self.actor = Recording(
             self.config, self.generator, self.schedule, environment, grader, DigitTokenizer(), checkpoint
@@ -170,6 +171,11 @@ class Run:
             tracer,
             intervals=Intervals(grades_s=0),
         )
+
+    def make_generator(self) -> Generator:
+        generator = ScriptedGenerator(self.world.length_of, self.world.update_ticks)
+        generator.weight_version = self.receiver.version
+        return generator
 
     def save(self) -> None:
         assert self.partials is not None
@@ -285,6 +291,92 @@ def test_april_loses_nothing_and_bounds_the_versions_of_a_rollout(
         )
     if max_versions is not None:
         assert max(len(set(tokens.weight_versions.tolist())) for tokens in batched) <= max_versions
+
+
+class Perishable(ScriptedGenerator):
+    """Is lost when told to; what it had is still there then."""
+
+    is_lost = False
+
+    def step(self) -> list[Completion]:
+        if self.is_lost:
+            raise GenerationLostError("it is gone")
+        return super().step()
+
+
+class PooledRun(Run):
+    """The same with engines that come and go, and take different times over new weights. Events: tick -> which."""
+
+    def __init__(self, schedule: Schedule, batch_size: int, world: World, events: Mapping[int, int]) -> None:
+        self.events = events
+        self.num_joined = 0
+        super().__init__(schedule, batch_size, world)
+
+    def make_generator(self) -> Generator:
+        self.members: dict[str, Perishable] = {}
+        return EnginePool(self.receiver.version, {}, hooks=PoolHooks(look=self.look), join_timeout_s=60)
+
+    def look(self, pool: EnginePool) -> None:
+        which = self.events.get(self.tick)
+        names = sorted(pool.names)
+        if not names or (which is not None and which % 3 == 0 and len(names) < 4):
+            self.num_joined += 1
+            name = f"{self.num_joined:04}"
+            self.members[name] = Perishable(self.world.length_of, self.world.update_ticks * (self.num_joined % 3))
+            pool.join(name, self.members[name])
+        elif which is not None and which % 3 == 1:
+            self.members[names[which % len(names)]].is_lost = True
+        elif which is not None:
+            pool.leave(names[which % len(names)], "it was asked to")
+
+
+events = st.dictionaries(st.integers(0, 150), st.integers(0, 100), max_size=40)
+
+
+@pytest.mark.slow
+@given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
+@settings(max_examples=40)
+def test_a_hard_bound_holds_with_engines_at_different_versions(
+    world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, int]
+) -> None:
+    batch_size = num_groups * GROUP_SIZE
+    world = replace(world, update_ticks=world.update_ticks or 2)
+    schedules = [
+        PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag),
+        BoundedSchedule(batch_size, max_lag),
+        BoundedSchedule(batch_size, max_lag, "boundary"),
+        ConventionalSchedule(batch_size, max_lag + 1),
+    ]
+    for schedule in schedules:
+        run = PooledRun(schedule, batch_size, world, events).finish()
+        assert max(run.lags()) <= max_lag
+        run.check_accounts()
+    assert all(len(set(rollout.generated.weight_versions.tolist())) == 1 for rollout in members(run.trained))
+
+
+@pytest.mark.slow
+@given(worlds, batch_groups, st.none() | st.integers(1, 3), events)
+@settings(max_examples=40)
+def test_april_bounds_the_versions_of_a_rollout_with_engines_that_come_and_go(
+    world: World, num_groups: int, max_versions: int | None, events: dict[int, int]
+) -> None:
+    batch_size = num_groups * GROUP_SIZE
+    run = PooledRun(AprilSchedule(batch_size, GROUP_SIZE, 2.0, max_versions), batch_size, world, events).finish()
+    run.check_accounts()
+    if max_versions is not None:
+        versions = [
+            set(rollout.generated.weight_versions.tolist()) for batch in run.batches for rollout in members(batch)
+        ]
+        assert max(map(len, versions)) <= max_versions
+
+
+def test_the_pipeline_keeps_its_rollouts_in_flight_on_every_engine() -> None:
+    world = World(lengths=[40], train_ticks=[1], grade_ticks=[0])
+    run = PooledRun(PipelineSchedule(2, num_in_flight=3, max_waiting=64), 2, world, {5: 0, 10: 0})
+    for _ in range(20):
+        run.turn()
+    assert run.actor.num_in_flight == 3 * 3
+    assert min(each.num_in_flight for each in run.members.values()) >= 2
 
 
 def run_in_flight(run: Run) -> list[tuple[int, int]]:

@@ -100,6 +100,7 @@ class Actor:
             newest_version=newest_version,
             num_batches=self._state.num_batches,
             num_started=self._num_started,
+            num_engines=self._generator.num_engines,
             num_in_flight=self.num_in_flight,
             num_ungraded=self.num_ungraded,
             num_finished=self._num_finished,

@@ -45,6 +45,16 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 
 
 class EngineConfig(Section):
+    type: Literal["embedded", "http"] = Field(
+        "embedded",
+        description="generate in the rollout process, or on servers that `midflight serve --join` adds to the run",
+    )
+    update_timeout_s: float = Field(
+        60.0, gt=0, description="http: a server that takes longer over new weights leaves, and may join again, seconds"
+    )
+    join_timeout_s: float = Field(
+        600.0, gt=0, description="http: the run ends if there is no server for so long while one is needed, seconds"
+    )
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -98,6 +98,10 @@ class Engine:
         return self._scheduler.num_in_flight
 
     @property
+    def num_engines(self) -> int:
+        return 1
+
+    @property
     def num_preempted(self) -> int:
         """How often a sequence gave its pages back and was prefilled again later."""
         return self._scheduler.num_preempted

@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
+from midflight.generation.schemas import ModelList
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from midflight.weights.process_group import (
@@ -36,9 +37,25 @@ from midflight.weights.process_group import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # of the environment; both ends look there
 STEP_S = 0.05
 # Shorter than any server's patience with an idle connection, so that none is used just as it is closed.
 KEEPALIVE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server can take."""
+
+    vocab_size: int
+    max_length: int  # of a sequence, tokens
+    max_choices: int  # sequences in one request
+
+    @classmethod
+    def of(cls, answer: object) -> ServerLimits:
+        """From the answer to /v1/models. Raises: ValueError if it is not ours."""
+        (model,) = ModelList.model_validate(answer).data
+        return cls(model.vocab_size, model.max_length, model.max_choices)
 
 
 @dataclass(slots=True)
@@ -46,8 +63,16 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    num_repeated: int = 0  # tokens the request came with, which the server is going to say again
     finish_reason: FinishReason | None = None
     failure: MidflightError | None = None
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> _Running:
+        known = request.generated
+        if known is None:
+            return cls()
+        return cls(known.token_ids.tolist(), known.logprobs.tolist(), known.weight_versions.tolist(), len(known))
 
     @property
     def has_ended(self) -> bool:
@@ -65,7 +90,10 @@ class HTTPGenerator:
     """Implements Generator over a server. Close it, or use it in a `with` block.
 
     `chunk_tokens`: tokens of a sequence that travel together; `generated` is behind by as many. `timeout_s`: for an
-    answer, for joining the process group, and for each bucket of weights.
+    answer, for joining the process group, and for each bucket of weights. `ended`: set when there is something for
+    `step` to return or raise; `step` then leaves the waiting to whoever looks at several of these.
+
+    Once it has sent weights, the server refuses requests if its own are older: it was started again meanwhile.
     Raises: GenerationLostError if the server cannot be reached, from any method.
     """
 
@@ -78,8 +106,10 @@ class HTTPGenerator:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         backend: Backend = "gloo",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        ended: threading.Event | None = None,
     ) -> None:
-        self._chunk_tokens, self._timeout_s = chunk_tokens, timeout_s
+        self._chunk_tokens, self._timeout_s, self._ended = chunk_tokens, timeout_s, ended
+        self._sent_version: int | None = None
         self._backend, self._bucket_bytes = backend, bucket_bytes
         self._sender: ProcessGroupSender | None = None
         self._running: dict[RolloutId, _Running] = {}
@@ -90,7 +120,10 @@ class HTTPGenerator:
         options: dict[str, Any] = {
             "base_url": base_url, "headers": headers, "timeout": timeout_s, "limits": limits, "trust_env": False
         }  # fmt: skip
-        self._control = httpx.Client(**options)
+        try:
+            self._control = httpx.Client(**options)
+        except httpx.InvalidURL as error:
+            raise GenerationLostError(f"{base_url} is no URL: {error}") from error
         try:
             self._call("GET", "/health")
         except BaseException:
@@ -114,6 +147,10 @@ class HTTPGenerator:
         return len(self._running)
 
     @property
+    def num_engines(self) -> int:
+        return 1
+
+    @property
     def update_pending(self) -> bool:
         return False
 
@@ -134,7 +171,7 @@ class HTTPGenerator:
         Raises: GenerationError, GenerationLostError if a request was lost, until it is aborted.
         """
         with self._changed:
-            if self._running:
+            if self._running and self._ended is None:
                 self._changed.wait_for(lambda: any(each.has_ended for each in self._running.values()), STEP_S)
             ended = [rollout_id for rollout_id, running in self._running.items() if running.finish_reason]
             lost = next((running.failure for running in self._running.values() if running.failure), None)
@@ -176,12 +213,24 @@ class HTTPGenerator:
         if not self._sender.is_connected:
             self._sender.connect(self._invite)
         self._sender.send(version, weights, self._announce)
+        self._sent_version = version
+
+    def limits(self) -> ServerLimits:
+        """What the server can take."""
+        answer = self._call("GET", "/v1/models")
+        try:
+            return ServerLimits.of(answer)
+        except ValueError as error:
+            raise GenerationLostError(f"{self._control.base_url} does not answer like a `midflight serve`") from error
 
     def close(self) -> None:
-        """Hang up; the server aborts what is in flight."""
+        """Hang up; the server aborts what is in flight, and `abort` gives back what had arrived of it."""
+        if self._loop.is_closed():
+            return
         if self._sender is not None:
             self._sender.close()
         asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result()
+        self._lose(list(self._running.values()), GenerationLostError(f"{self._control.base_url}: closed"))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -204,7 +253,12 @@ class HTTPGenerator:
             for running in lost:
                 if not running.has_ended:
                     running.failure = failure
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        if self._ended is not None:
+            self._ended.set()
 
     def _invite(self, invitation: Invitation) -> None:
         self._call("POST", "/init_process_group", asdict(invitation), patient=True)
@@ -238,7 +292,7 @@ class HTTPGenerator:
             await asyncio.gather(*(response.aclose() for response in accepted))
             raise refused[0]
         for request, response in zip(requests, accepted, strict=True):
-            running = _Running()
+            running = _Running.of(request)
             with self._changed:
                 self._running[request.rollout_id] = running
             task = self._loop.create_task(self._read(running, response))
@@ -247,7 +301,7 @@ class HTTPGenerator:
 
     async def _open(self, request: GenerationRequest) -> httpx.Response:
         """The response as soon as its headers are there: the server has then accepted the request."""
-        http_request = self._streams.build_request("POST", "/v1/completions", json=_body(request, self._chunk_tokens))
+        http_request = self._streams.build_request("POST", "/v1/completions", json=self._body(request))
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._streams.send(http_request, stream=True)
@@ -257,6 +311,30 @@ class HTTPGenerator:
             raise refusal_of(response)
         except (httpx.HTTPError, ValueError, TimeoutError) as error:
             raise GenerationLostError(f"{http_request.url}: {reason_of(error)}") from error
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        sampling, generated = request.sampling, request.generated
+        body: dict[str, Any] = {
+            **asdict(sampling),
+            "prompt": request.prompt_token_ids.tolist(),
+            "seed": request.seed,
+            "rollout_id": request.rollout_id,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"chunk_tokens": self._chunk_tokens},
+        }
+        if request.score_prompt:
+            body["echo"] = True  # the server says that a stream cannot have it
+        if self._sent_version is not None:
+            body["min_weight_version"] = self._sent_version
+        if generated:
+            body["generated"] = {
+                "token_ids": generated.token_ids.tolist(),
+                "logprobs": generated.logprobs.tolist(),
+                "weight_versions": generated.weight_versions.tolist(),
+            }
+        return body
 
     async def _read(self, running: _Running, response: httpx.Response) -> None:
         failure: MidflightError = GenerationLostError(f"{response.url}: the stream broke off")
@@ -278,41 +356,20 @@ class HTTPGenerator:
         for choice in event["choices"]:
             logprobs = choice["logprobs"]["token_logprobs"]
             with self._changed:
-                running.token_ids += choice["token_ids"]
-                running.weight_versions += choice["weight_versions"]
-                running.logprobs += [float("nan") if value is None else value for value in logprobs]
+                known = min(running.num_repeated, len(choice["token_ids"]))
+                running.num_repeated -= known
+                running.token_ids += choice["token_ids"][known:]
+                running.weight_versions += choice["weight_versions"][known:]
+                running.logprobs += [float("nan") if value is None else value for value in logprobs[known:]]
                 if choice["finish_reason"]:
                     running.finish_reason = FinishReason(choice["finish_reason"])
-                    self._changed.notify_all()
+                    self._tell()
 
     async def _hang_up(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._streams.aclose()
-
-
-def _body(request: GenerationRequest, chunk_tokens: int) -> dict[str, Any]:
-    sampling, generated = request.sampling, request.generated
-    body: dict[str, Any] = {
-        **asdict(sampling),
-        "prompt": request.prompt_token_ids.tolist(),
-        "seed": request.seed,
-        "rollout_id": request.rollout_id,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "stream": True,
-        "stream_options": {"chunk_tokens": chunk_tokens},
-    }
-    if request.score_prompt:
-        body["echo"] = True  # the server says that a stream cannot have it
-    if generated:
-        body["generated"] = {
-            "token_ids": generated.token_ids.tolist(),
-            "logprobs": generated.logprobs.tolist(),
-            "weight_versions": generated.weight_versions.tolist(),
-        }
-    return body
 
 
 def refusal_of(response: httpx.Response) -> MidflightError:

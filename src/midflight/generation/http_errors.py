@@ -31,7 +31,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         (409, "Something else is in the way"),
         (413, "The body is too large"),
         (500, "Generation failed while this request was in flight"),
-        (503, "Generation failed earlier; this server has to be started again"),
+        (503, "Generation failed earlier and this server has to be started again, or its weights are too old"),
     )
 }
 

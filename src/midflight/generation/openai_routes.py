@@ -73,6 +73,13 @@ async def _answer(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(stop):
         raise ApiError(400, "stop: an empty string would end every response at once", param="stop")
+    if body.min_weight_version is not None and jobs.driver.weight_version < body.min_weight_version:
+        raise ApiError(
+            503,
+            f"the weights are of version {jobs.driver.weight_version}, and {body.min_weight_version} is asked for",
+            param="min_weight_version",
+            code="weights_too_old",
+        )
     options = body.stream_options
     chunk_tokens = (options.chunk_tokens if options else 1) if body.stream else None
     start = jobs.start(requests, reply.text.decode, stop, chunk_tokens=chunk_tokens, wait=body.rollout_id is None)

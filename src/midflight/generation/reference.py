@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,8 +18,8 @@ import httpx
 import numpy as np
 
 from midflight.errors import GenerationError, GenerationLostError, MidflightError
-from midflight.generation.client import KEEPALIVE_S, reason_of, refusal_of
-from midflight.generation.schemas import CompletionResponse, ModelList, TextChoice
+from midflight.generation.client import KEEPALIVE_S, ServerLimits, reason_of, refusal_of
+from midflight.generation.schemas import CompletionResponse, TextChoice
 from midflight.types import Float32Array, Int32Array, Microbatch
 
 # Before each of the attempts after the first, seconds: about as long as a server takes to start again.
@@ -29,15 +28,6 @@ DEFAULT_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 10.0
 # Of one request, unless a single sequence has more: far from any limit on bodies, and an answer comes before a timeout.
 _MAX_REQUEST_TOKENS = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """What a server can score."""
-
-    vocab_size: int
-    max_length: int  # of a sequence, tokens
-    max_choices: int  # sequences in one request
 
 
 class HTTPReference:
@@ -165,10 +155,9 @@ class HTTPReference:
         except _ConnectionLostError as error:
             raise GenerationLostError(f"{self._url} cannot be reached: {error}") from error
         try:
-            (model,) = ModelList.model_validate_json(response.content).data
+            return ServerLimits.of(response.json())
         except ValueError as error:
             raise self._not_ours(response) from error
-        return ServerLimits(model.vocab_size, model.max_length, model.max_choices)
 
     def _call(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """Raises: _ConnectionLostError if it may be better next time, MidflightError if not."""

@@ -65,6 +65,9 @@ class GenerationOptions(Wire):
         None, description="samples are a function of (seed, rollout_id, position); default: of seed and prompt"
     )
     generated: Generated | None = Field(None, description="go on after these tokens, as if never interrupted")
+    min_weight_version: Version | None = Field(
+        None, description="refuse, with 503, while the weights are older: a server that was started again, say"
+    )
     user: str | None = None
 
 

@@ -69,6 +69,11 @@ class RunDirectory:
         return self.path / "streams" / "partials.sqlite"
 
     @property
+    def engines(self) -> Path:
+        """Where servers that generate for this run say where they are."""
+        return self.path / "engines"
+
+    @property
     def rejected_batches(self) -> Path:
         return self.path / "logs" / "rejected"
 

@@ -16,6 +16,7 @@ import uvicorn
 
 from midflight.config import Recipe
 from midflight.errors import RecipeError
+from midflight.generation.client import TOKEN_VARIABLE
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
@@ -23,13 +24,12 @@ from midflight.launch.build import build_engine, check_model, num_threads
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.weights.slot_file import specs_of
 
-TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"
 _KEEPALIVE_S = 30
 _SHUTDOWN_S = 5
 
 
-def serve_model(recipe: Recipe, announce: Callable[[str], None]) -> None:
-    """Serve until a signal comes. `announce` gets the URL once requests are taken.
+def serve_model(recipe: Recipe, announce: Callable[[str], object], retire: Callable[[], object]) -> None:
+    """Serve until a signal comes. `announce` gets the URL once requests are taken; then `retire` is called at the end.
 
     Raises: RecipeError if it cannot be served as asked; ModelError; KeyboardInterrupt after Ctrl-C.
     """
@@ -61,13 +61,19 @@ def serve_model(recipe: Recipe, announce: Callable[[str], None]) -> None:
         settings = uvicorn.Config(
             app, log_level="warning", timeout_keep_alive=_KEEPALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S
         )
-        _Server(settings, driver, lambda: announce(_url(listener))).run(sockets=[listener])
+        _Server(settings, driver, lambda: announce(_url(listener)), retire).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, driver: GeneratorDriver, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        driver: GeneratorDriver,
+        on_ready: Callable[[], object],
+        on_end: Callable[[], object],
+    ) -> None:
         super().__init__(config)
-        self._driver, self._on_ready = driver, on_ready
+        self._driver, self._on_ready, self._on_end = driver, on_ready, on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -75,6 +81,7 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_end()
         self._driver.abort()
         await super().shutdown(sockets)
 

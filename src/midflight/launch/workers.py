@@ -25,11 +25,9 @@ from midflight.actor.actor import Actor
 from midflight.actor.loop import RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
-from midflight.engine.engine import Engine
 from midflight.errors import MidflightError
 from midflight.launch.build import (
     build_actor_config,
-    build_engine,
     build_grader,
     build_learning_rates,
     build_preprocessing,
@@ -37,15 +35,16 @@ from midflight.launch.build import (
     build_trainer,
     num_threads,
 )
+from midflight.launch.engines import has_engine, is_settled, open_generator
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
 from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import JsonlWriter
-from midflight.models.loading import load_config, load_tokenizer
+from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.protocols import Stream
+from midflight.protocols import Generator, Stream
 from midflight.streams.codec import Codec
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_whole_checkpoint
@@ -160,23 +159,24 @@ def rollout_body(context: WorkerContext) -> None:
     receiver = SharedMemoryReceiver(context.weights_path)
     _wait_for_weights(receiver, 0, context)
     version, weights = receiver.receive()
-    config, tokenizer = load_config(recipe.model.path), load_tokenizer(recipe.model.path)
-    engine = build_engine(recipe, config, weights, num_rows=schedule.max_in_flight, version=version)
+    tokenizer = load_tokenizer(recipe.model.path)
     checkpoint = actor_checkpoint(run, recipe)
     environment = build_environment(recipe)
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
+        open_generator(recipe, run, version, weights, lambda text: context.tell("note", text)) as generator,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
         actor_config = build_actor_config(recipe, tokenizer)
-        actor = Actor(actor_config, engine, schedule, environment, grader, tokenizer, checkpoint)
-        loop = RolloutLoop(actor, engine, schedule, receiver, sink, tracer, partials)
+        actor = Actor(actor_config, generator, schedule, environment, grader, tokenizer, checkpoint)
+        loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
         context.wait_until(grader.wait_until_ready)
+        context.wait_until(lambda timeout_s: has_engine(generator, timeout_s))
         _start_together(context)
         with tracer.span("wait"):
-            _catch_up(engine, receiver, checkpoint, context)
+            _catch_up(generator, receiver, checkpoint, context)
         loop.run(context.should_stop)
 
 
@@ -240,7 +240,7 @@ def _wait_for_weights(receiver: SharedMemoryReceiver, version: int, context: Wor
 
 
 def _catch_up(
-    engine: Engine, receiver: SharedMemoryReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
+    generator: Generator, receiver: SharedMemoryReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
 ) -> None:
     """No token may be followed by one of an older version.
 
@@ -252,9 +252,10 @@ def _catch_up(
     newest = max((int(each.generated.weight_versions.max(initial=0)) for each in checkpoint.rollouts), default=0)
     # A loss of power may have taken the last batches; without them there is nothing to make such versions from.
     newest = min(newest, checkpoint.state.num_batches)
-    if engine.weight_version < newest:
+    if generator.weight_version < newest:
         _wait_for_weights(receiver, newest, context)
-        engine.update_weights(*receiver.receive())
+        context.wait_until(lambda timeout_s: is_settled(generator))
+        generator.update_weights(*receiver.receive())
 
 
 def _redirect_output(log: Path) -> None:

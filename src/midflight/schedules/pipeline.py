@@ -1,7 +1,8 @@
 """PipelineRL: generation and training never wait for each other's phases.
 
-`num_in_flight` sequences are kept going always; each optimizer step's weights are adopted between two tokens. A
-batch is whatever finished first, so a token's lag is about the number of optimizer steps its sequence lives through.
+`num_in_flight` sequences are kept going always, on each engine; each optimizer step's weights are adopted between two
+tokens. A batch is whatever finished first, so a token's lag is about the number of optimizer steps its sequence lives
+through.
 
 Finished rollouts wait in a queue of `max_waiting`, the batch in training not counted. When it is full, either finished
 slots are not refilled ("block"), or the groups that finished first are dropped ("drop_oldest": PipelineRL's ring
@@ -28,7 +29,7 @@ from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
     batch_size: int  # rollouts
-    num_in_flight: int  # rollouts
+    num_in_flight: int  # rollouts per engine
     max_waiting: int  # finished rollouts that wait to be trained on; at least batch_size
     max_lag: int | None = None  # optimizer steps
     when_full: Literal["block", "drop_oldest"] = "block"
@@ -39,7 +40,7 @@ class PipelineSchedule:
         return self.num_in_flight
 
     def num_to_admit(self, fleet: FleetView) -> int:
-        free = self.num_in_flight - fleet.num_in_flight
+        free = self.num_in_flight * fleet.num_engines - fleet.num_in_flight
         # Those that wait for grades are never dropped: a verifier slower than generation has to slow it down.
         waiting = fleet.num_ungraded + (self._num_waiting(fleet) if self.when_full == "block" else 0)
         free -= max(0, waiting - self.max_waiting)

@@ -43,6 +43,10 @@ class ScriptedGenerator:
         return len(self._versions)
 
     @property
+    def num_engines(self) -> int:
+        return 1
+
+    @property
     def update_pending(self) -> bool:
         return self._pending is not None
 

@@ -1,0 +1,147 @@
+"""A pool gives what its engines give: one in process, or several behind HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from midflight.background import run_in_background
+from midflight.errors import RequestError
+from midflight.generation.client import HTTPGenerator
+from midflight.generation.pool import EnginePool
+from midflight.models.loading import weights_of
+from midflight.protocols import Generator
+from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+
+SAMPLING = SamplingParams(24, temperature=0.9, stop_token_ids=(9,))
+LONG = SamplingParams(24)
+OLD, NEW = weights_of(tiny_model()), weights_of(tiny_model(seed=1))
+
+
+def requests(num: int, sampling: SamplingParams = SAMPLING, first: int = 0) -> list[GenerationRequest]:
+    prompts = [np.array([2 + index % 3, 5, 6], np.int32) for index in range(num)]
+    return [GenerationRequest(RolloutId(first + i), prompt, sampling, seed=4) for i, prompt in enumerate(prompts)]
+
+
+def drain(generator: Generator) -> dict[int, Completion]:
+    completions: dict[int, Completion] = {}
+    while generator.num_in_flight:
+        completions.update({completion.rollout_id: completion for completion in generator.step()})
+    return completions
+
+
+def pool_of_one() -> EnginePool:
+    pool = EnginePool(0, OLD)
+    pool.join("embedded", tiny_engine(tiny_model(), max_update_pause_s=1e-9))
+    while pool.update_pending:
+        pool.step()
+    return pool
+
+
+@pytest.fixture(params=["embedded", "http"])
+def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
+    if request.param == "embedded":
+        yield pool_of_one()
+        return
+    start_server = request.getfixturevalue("start_server")
+    ended = threading.Event()
+    pool = EnginePool(0, OLD, run=run_in_background, ended=ended)
+    for name in ("one", "two", "three"):
+        server = HTTPGenerator(start_server().url, chunk_tokens=1, ended=ended)
+        pool.join(name, server, server.close)
+    while pool.update_pending:
+        pool.step()
+    yield pool
+    pool.close()
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    """But for sums in another order: another number of sequences may be batched."""
+    assert one.finish_reason is other.finish_reason
+    assert one.generated.token_ids.tolist() == other.generated.token_ids.tolist()
+    np.testing.assert_allclose(one.generated.logprobs, other.generated.logprobs, atol=1e-5)
+
+
+def test_completions_are_those_of_one_engine(pool: EnginePool) -> None:
+    engine = tiny_engine(tiny_model())
+    for generator in (engine, pool):
+        generator.add(requests(20))
+        assert generator.num_in_flight == 20
+    expected, completions = drain(engine), drain(pool)
+    assert completions.keys() == expected.keys()
+    for rollout_id, completion in completions.items():
+        assert_same(completion, expected[rollout_id])
+    assert pool.step() == []
+
+
+def test_a_request_that_does_not_fit_is_refused_whole(pool: EnginePool) -> None:
+    bad = replace(requests(1)[0], prompt_token_ids=np.zeros(0, np.int32))
+    with pytest.raises(RequestError, match="0 tokens, not 1 to 32"):
+        pool.add([*requests(2, first=5), bad])
+    assert pool.num_in_flight == 0
+    assert pool.names
+    with pytest.raises(KeyError):
+        pool.generated(RolloutId(5))
+
+
+def test_aborted_requests_go_on_as_if_nothing_had_happened(pool: EnginePool) -> None:
+    engine = tiny_engine(tiny_model())
+    engine.add(requests(6, LONG))
+    expected = drain(engine)
+    pool.add(requests(6, LONG))
+    ended: list[Completion] = []
+    while len(pool.generated(RolloutId(0))) < 4:
+        ended += pool.step()
+    partial = pool.abort([RolloutId(each) for each in range(6)])
+    ended += drain(pool).values()
+    assert {each.finish_reason for each in partial} == {FinishReason.ABORT}
+    by_id = {each.rollout_id: each for each in requests(6, LONG)}
+    for each in partial:
+        start = expected[each.rollout_id].generated.token_ids[: len(each.generated)]
+        assert each.generated.token_ids.tolist() == start.tolist()
+        pool.add([replace(by_id[each.rollout_id], generated=each.generated if len(each.generated) else None)])
+    completions = drain(pool) | {each.rollout_id: each for each in ended}
+    assert completions.keys() == expected.keys()
+    for rollout_id, completion in completions.items():
+        assert_same(completion, expected[rollout_id])
+
+
+def test_new_weights_take_over_in_flight(pool: EnginePool) -> None:
+    pool.add(requests(4, LONG))
+    pool.update_weights(3, NEW)
+    while pool.update_pending:
+        pool.step()
+    assert pool.weight_version == 3
+    drain(pool)
+    (fresh,) = requests(1, LONG, first=90)
+    pool.add([fresh])
+    engine = tiny_engine(tiny_model(seed=1), version=3)
+    engine.add([fresh])
+    (completion,), (expected,) = drain(pool).values(), drain(engine).values()
+    assert_same(completion, expected)
+    assert set(completion.generated.weight_versions.tolist()) == {3}
+
+
+def test_an_update_of_one_engine_in_process_is_the_engines_own() -> None:
+    """Token by token, while the weights are copied in slices."""
+    pool, engine = pool_of_one(), tiny_engine(tiny_model(), max_update_pause_s=1e-9)
+    for generator in (pool, engine):
+        generator.add(requests(3, LONG))
+        generator.step()
+        generator.update_weights(1, NEW)
+    num_pending = 0
+    while engine.num_in_flight:
+        assert pool.update_pending == engine.update_pending
+        assert pool.weight_version == engine.weight_version
+        num_pending += engine.update_pending
+        ours, theirs = pool.step(), engine.step()
+        assert [each.generated.weight_versions.tolist() for each in ours] == [
+            each.generated.weight_versions.tolist() for each in theirs
+        ]
+    assert num_pending > 1
+    assert not pool.num_in_flight

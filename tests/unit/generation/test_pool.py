@@ -1,0 +1,505 @@
+"""A pool of engines that join, leave, are lost, stopped and updated at any moment."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midflight.background import run_at_once, run_in_background
+from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
+from midflight.generation.pool import EnginePool, PoolHooks
+from midflight.types import (
+    Completion,
+    FinishReason,
+    GeneratedTokens,
+    GenerationRequest,
+    RolloutId,
+    SamplingParams,
+)
+
+
+def token(rollout_id: int, position: int) -> int:
+    return (rollout_id * 31 + position * 7) % 101
+
+
+@dataclass
+class World:
+    """What all engines have in common: how often each token came to the client's side."""
+
+    arrived: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
+class FakeEngine:
+    """A server as its client sees it: tokens arrive `chunk_tokens` at a time, and others are lost with it."""
+
+    num_engines = 1
+    update_pending = False
+
+    def __init__(self, world: World, chunk_tokens: int = 1) -> None:
+        self.world, self.chunk_tokens = world, chunk_tokens
+        self.weight_version: int | None = None
+        self.is_lost = self.is_stopped = self.hung_up = False
+        self.refuses: str | None = None
+        self.running: dict[RolloutId, tuple[GenerationRequest, list[int], int]] = {}  # versions, tokens it came with
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.running)
+
+    def add(self, requests: list[GenerationRequest]) -> None:
+        if self.is_lost or self.is_stopped:
+            raise GenerationLostError("connection refused")
+        if self.refuses:
+            raise RequestError(self.refuses)
+        for request in requests:
+            assert self.weight_version is not None, "a request came before the first weights"
+            versions = request.generated.weight_versions.tolist() if request.generated else []
+            assert max(versions, default=0) <= self.weight_version, "a token would follow one of newer weights"
+            self.running[request.rollout_id] = request, versions, len(versions)
+
+    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
+        _, versions, known = self.running[rollout_id]
+        num_arrived = known + (len(versions) - known) // self.chunk_tokens * self.chunk_tokens
+        return tokens_of(rollout_id, versions[:num_arrived]).part(start)
+
+    def step(self) -> list[Completion]:
+        if self.is_lost and self.running:
+            raise GenerationLostError("the stream broke off")
+        if self.is_stopped:
+            return [self._take(rollout_id, FinishReason.ABORT) for rollout_id in list(self.running)]
+        ended = []
+        for rollout_id, (request, versions, _) in list(self.running.items()):
+            assert self.weight_version is not None
+            versions.append(self.weight_version)
+            if len(versions) == request.sampling.max_tokens:
+                ended.append(self._take(rollout_id, FinishReason.LENGTH))
+        return ended
+
+    def abort(self, rollout_ids: list[RolloutId]) -> list[Completion]:
+        return [self._take(each, FinishReason.ABORT) for each in rollout_ids if each in self.running]
+
+    def update_weights(self, version: int, weights: object) -> None:
+        if self.is_lost:
+            raise WeightUpdateError("the receiver is gone")
+        self.weight_version = version
+
+    def hang_up(self) -> None:
+        self.hung_up = True
+
+    def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
+        generated = self.generated(rollout_id) if self.is_lost else tokens_of(rollout_id, self.running[rollout_id][1])
+        _, _, known = self.running.pop(rollout_id)
+        self.world.arrived.update((rollout_id, position) for position in range(known, len(generated)))
+        return Completion(rollout_id, generated, reason)
+
+
+def tokens_of(rollout_id: int, versions: list[int]) -> GeneratedTokens:
+    token_ids = [token(rollout_id, position) for position in range(len(versions))]
+    return GeneratedTokens(
+        np.array(token_ids, np.int32), np.zeros(len(versions), np.float32), np.array(versions, np.int32)
+    )
+
+
+def request(rollout_id: int, num_tokens: int = 8) -> GenerationRequest:
+    prompt = np.array([rollout_id // 4, 1], np.int32)  # siblings in fours
+    return GenerationRequest(RolloutId(rollout_id), prompt, SamplingParams(num_tokens), seed=0)
+
+
+class Controls:
+    """A pool whose clock and whose calls in the background the test moves on."""
+
+    def __init__(self, **options: object) -> None:
+        self.world, self.now_s, self.said = World(), 0.0, list[str]()
+        self.deferred: list[tuple[Callable[[], None], Future[None]]] | None = None
+        hooks = PoolHooks(say=lambda name, text: self.said.append(f"{name} {text}"))
+        self.pool = EnginePool(0, {}, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
+        self.engines: dict[str, FakeEngine] = {}
+
+    def join(self, chunk_tokens: int = 1) -> FakeEngine:
+        name, engine = f"e{len(self.engines)}", FakeEngine(self.world, chunk_tokens)
+        self.engines[name] = engine
+        self.pool.join(name, engine, engine.hang_up)  # type: ignore[arg-type]
+        return engine
+
+    def defer(self) -> None:
+        """Let calls wait from now on."""
+        self.deferred = []
+
+    def finish(self, index: int = 0) -> None:
+        assert self.deferred is not None
+        function, future = self.deferred.pop(index)
+        try:
+            function()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def drain(self) -> dict[int, Completion]:
+        done: dict[int, Completion] = {}
+        while self.pool.num_in_flight:
+            for completion in self.pool.step():
+                assert completion.rollout_id not in done
+                done[completion.rollout_id] = completion
+        return done
+
+    def _run(self, function):  # type: ignore[no-untyped-def]
+        if self.deferred is None:
+            return run_at_once(function)
+        future: Future[None] = Future()
+        self.deferred.append((function, future))
+        return future
+
+
+def check(completion: Completion, num_tokens: int = 8) -> None:
+    versions = completion.generated.weight_versions
+    assert completion.finish_reason is FinishReason.LENGTH
+    expected = [token(completion.rollout_id, position) for position in range(num_tokens)]
+    assert completion.generated.token_ids.tolist() == expected
+    assert (np.diff(versions) >= 0).all()
+
+
+def test_requests_are_spread_and_siblings_stay_together() -> None:
+    controls = Controls()
+    first, second = controls.join(), controls.join()
+    assert controls.pool.num_engines == 2
+    for rollout_id in range(16):
+        controls.pool.add([request(rollout_id)])
+    assert sorted(first.running) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert sorted(second.running) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert controls.pool.num_in_flight == 16
+    assert len(controls.drain()) == 16
+
+
+def test_a_lost_engine_keeps_what_had_arrived_and_others_go_on_from_there() -> None:
+    controls = Controls()
+    first, second = controls.join(chunk_tokens=3), controls.join()
+    controls.pool.add([request(rollout_id) for rollout_id in range(8)])
+    for _ in range(4):
+        assert controls.pool.step() == []
+    first.is_lost = True
+    controls.pool.step()
+    assert controls.pool.names == {"e1"}
+    assert first.hung_up
+    assert "e0 left: the stream broke off; 4 rollouts go on elsewhere" in controls.said
+    assert {len(controls.pool.generated(RolloutId(each))) for each in range(4)} == {3}
+    assert {len(controls.pool.generated(RolloutId(each))) for each in range(4, 8)} == {5}
+    assert list(second.running)[-4:] == [0, 1, 2, 3], "not in the order of their ids"
+    done = controls.drain()
+    assert len(done) == 8
+    for completion in done.values():
+        check(completion)
+    assert set(controls.world.arrived.values()) == {1}
+
+
+def test_what_had_ended_when_its_engine_was_lost_is_a_completion() -> None:
+    controls = Controls()
+    engine = controls.join()
+    controls.pool.add([request(0, num_tokens=2), request(1)])
+    controls.pool.step()
+    abort = engine.abort
+    engine.abort = lambda ids: abort([each for each in ids if each != 0])  # type: ignore[method-assign]
+    controls.defer()
+    controls.pool.update_weights(1, {})
+    controls.now_s = 1000
+    (completion,) = controls.pool.step()
+    check(completion, num_tokens=2)
+    assert controls.pool.num_in_flight == 1
+
+
+def test_requests_wait_for_the_first_engine_and_a_run_without_one_ends() -> None:
+    controls = Controls(join_timeout_s=100.0)
+    pool = controls.pool
+    pool.add([request(0)])
+    assert (pool.num_in_flight, pool.num_engines, pool.step()) == (1, 1, [])
+    assert len(pool.generated(RolloutId(0))) == 0
+    controls.now_s = 99
+    assert pool.step() == []
+    controls.join()
+    check(controls.drain()[0])
+    pool.leave("e0", "enough")
+    controls.now_s = 1000
+    pool.add([request(1)])
+    assert pool.step() == []
+    controls.now_s = 1101
+    with pytest.raises(GenerationLostError, match="no engine has joined within 100 s; 1 rollouts wait for one"):
+        pool.step()
+
+
+def test_who_joins_gets_the_newest_weights_before_any_request() -> None:
+    controls = Controls()
+    controls.pool.update_weights(5, {})
+    assert controls.pool.weight_version == 5
+    controls.defer()
+    engine = controls.join()
+    controls.pool.add([request(0)])
+    assert controls.pool.step() == []
+    assert controls.pool.update_pending
+    assert not engine.running
+    with pytest.raises(WeightUpdateError, match="version 6 came while"):
+        controls.pool.update_weights(6, {})
+    controls.finish()
+    controls.pool.step()
+    assert (engine.weight_version, list(engine.running)) == (5, [0])
+
+
+def test_members_at_different_versions() -> None:
+    """The oldest is what the pool has, and a sequence never goes back to it."""
+    controls = Controls()
+    first, second = controls.join(), controls.join()
+    pool = controls.pool
+    pool.add([request(rollout_id) for rollout_id in (0, 4)])
+    pool.step()
+    controls.defer()
+    pool.update_weights(1, {})
+    controls.finish(0)
+    pool.step()
+    assert (first.weight_version, second.weight_version, pool.weight_version) == (1, 0, 0)
+    assert pool.update_pending
+    first.is_lost = True
+    pool.step()
+    assert list(second.running) == [4], "tokens of version 1 cannot go on at version 0"
+    assert len(pool.generated(RolloutId(0))) == 2
+    controls.finish(0)
+    pool.step()
+    assert (pool.weight_version, sorted(second.running)) == (1, [0, 4])
+    for completion in controls.drain().values():
+        check(completion)
+
+
+def test_new_requests_wait_for_an_update_that_nothing_was_in_flight_for() -> None:
+    """As with one engine, which adopts weights at once when it is idle: a batch is then of one version."""
+    controls = Controls()
+    engine = controls.join()
+    controls.defer()
+    controls.pool.update_weights(1, {})
+    controls.pool.add([request(0)])
+    controls.pool.step()
+    assert not engine.running
+    controls.finish()
+    (completion,) = controls.drain().values()
+    assert set(completion.generated.weight_versions.tolist()) == {1}
+
+
+def test_a_member_that_is_too_slow_or_fails_leaves() -> None:
+    controls = Controls(update_timeout_s=10.0)
+    _, second, third = controls.join(), controls.join(), controls.join()
+    pool = controls.pool
+    pool.add([request(rollout_id) for rollout_id in range(12)])
+    controls.defer()
+    pool.update_weights(1, {})
+    third.is_lost = True
+    controls.finish(2)
+    controls.finish(1)
+    pool.step()
+    assert pool.names == {"e0", "e1"}
+    assert "e2 left: the receiver is gone; 4 rollouts go on elsewhere" in controls.said
+    controls.now_s = 11
+    pool.step()
+    assert pool.names == {"e1"}
+    assert not pool.update_pending
+    assert "e0 left: it did not take version 1 in 10 s; 8 rollouts go on elsewhere" in controls.said
+    assert len(second.running) == 12
+    assert len(controls.drain()) == 12
+
+
+def test_a_member_that_leaves_finishes_what_it_has_and_one_that_is_stopped_hands_it_over() -> None:
+    controls = Controls()
+    first, second = controls.join(), controls.join()
+    pool = controls.pool
+    pool.add([request(0), request(4)])
+    pool.step()
+    pool.leave("e0", "its time is over")
+    pool.leave("unknown", "")
+    pool.add([request(8)])
+    assert (list(first.running), list(second.running), pool.num_engines) == ([0], [4, 8], 1)
+    pool.update_weights(1, {})
+    assert first.weight_version == 1, "the weights of one that leaves must not grow old"
+    third = controls.join()
+    second.is_stopped = True
+    pool.step()
+    assert sorted(third.running) == [4, 8]
+    assert [len(pool.generated(RolloutId(each))) for each in (0, 4)] == [2, 1]
+    done = controls.drain()
+    assert sorted(done) == [0, 4, 8]
+    for completion in done.values():
+        check(completion)
+    assert set(controls.world.arrived.values()) == {1}
+    assert pool.names == {"e2"}
+    assert {"e0 left: its time is over", "e1 left: it was stopped"} <= set(controls.said)
+
+
+def test_a_stopped_engine_that_refuses_new_requests_still_hands_over_what_it_has() -> None:
+    controls = Controls()
+    first = controls.join()
+    pool = controls.pool
+    pool.add([request(0)])
+    for _ in range(3):
+        pool.step()
+    first.is_stopped = True
+    pool.add([request(1)])
+    assert pool.names == {"e0"}
+    assert not first.hung_up
+    controls.join()
+    assert pool.step() == []
+    assert len(pool.generated(RolloutId(0))) == 3
+    assert pool.names == {"e1"}
+    assert "e0 left: connection refused" in controls.said
+    for completion in controls.drain().values():
+        check(completion)
+
+
+def test_refused_requests() -> None:
+    controls = Controls()
+    first, second = controls.join(), controls.join()
+    pool = controls.pool
+    second.refuses = "its prompt is odd"
+    with pytest.raises(RequestError, match="odd"):
+        pool.add([request(0), request(4)])
+    assert pool.num_in_flight == 0
+    pool.add([request(1)])
+    with pytest.raises(RequestError, match="request 1 is in flight already"):
+        pool.add([request(1)])
+    with pytest.raises(RequestError, match="twice"):
+        pool.add([request(5), request(5)])
+    first.is_lost = True  # what one took before, another must not refuse
+    pool.step()
+    assert pool.names == frozenset()
+    controls.join()
+    check(controls.drain()[1])
+
+
+def test_what_no_engine_could_take_is_refused_while_there_is_none() -> None:
+    def refuse(each: GenerationRequest) -> None:
+        raise RequestError("too long")
+
+    pool = EnginePool(0, {}, hooks=PoolHooks(check=refuse))
+    with pytest.raises(RequestError, match="too long"):
+        pool.add([request(0)])
+    assert pool.num_in_flight == 0
+
+
+def test_abort_takes_from_all_members_the_lost_ones_and_those_that_wait() -> None:
+    controls = Controls()
+    _, second = controls.join(), controls.join()
+    pool = controls.pool
+    pool.add([request(rollout_id) for rollout_id in range(8)])
+    pool.step()
+    second.is_lost = True
+
+    def fail(rollout_ids: list[RolloutId]) -> list[Completion]:
+        second.abort = abort  # type: ignore[method-assign]
+        raise GenerationLostError("no answer")
+
+    abort, second.abort = second.abort, fail  # type: ignore[method-assign]
+    aborted = pool.abort([RolloutId(each) for each in (0, 4, 5, 77)])
+    assert sorted((each.rollout_id, len(each.generated)) for each in aborted) == [(0, 1), (4, 1), (5, 1)]
+    assert {each.finish_reason for each in aborted} == {FinishReason.ABORT}
+    pool.add([replace(request(4), generated=aborted[1].generated)])
+    assert sorted(controls.drain()) == [1, 2, 3, 4, 6, 7]
+    pool.add([request(20)])
+    pool.leave("e0", "")
+    assert pool.num_in_flight == 1
+
+
+def test_many_remote_members_cost_no_more_waiting_than_one() -> None:
+    """The wait ends with the first that says so, whichever it is, and nobody's word is lost."""
+    ended = threading.Event()
+    pool = EnginePool(0, {}, run=run_in_background, ended=ended)
+    engines = [FakeEngine(World()) for _ in range(20)]
+    waits = list[float]()
+
+    class Watched(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0)
+            return True
+
+    pool._ended = Watched()
+    for index, engine in enumerate(engines):
+        pool.join(str(index), engine)  # type: ignore[arg-type]
+    assert pool.wait_for_member(60)
+    while pool.update_pending:
+        pool.step()
+    waits.clear()
+    pool.add([request(0)])
+    assert pool.step() == []
+    assert len(waits) == 1
+
+
+# Like this the worst comes often: an engine is lost while others have newer weights, or get them.
+KINDS = ["step"] * 6 + ["add"] * 4 + ["finish"] * 4 + ["update"] * 3 + ["join"] * 2
+KINDS += ["lose", "stop", "leave", "late", "abort"]
+actions = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1000)), min_size=20, max_size=80)
+
+
+@given(actions)
+def test_whatever_happens_every_request_completes_once_and_as_if_nothing_had(steps: list[tuple[str, int]]) -> None:
+    controls = Controls(update_timeout_s=50.0, join_timeout_s=1e9)
+    for chunk_tokens in (1, 2, 3):
+        controls.join(chunk_tokens)
+    controls.defer()
+    pool, next_id, newest = controls.pool, 0, 0
+    floor: dict[int, int] = {}  # what the pool said its version was when a request came
+    lengths: dict[int, int] = {}
+    done: dict[int, Completion] = {}
+    seen_version = 0
+
+    def take(completions: list[Completion]) -> None:
+        for completion in completions:
+            assert completion.rollout_id not in done
+            done[completion.rollout_id] = completion
+
+    for action, number in steps:
+        names = sorted(pool.names)
+        engine = controls.engines[names[number % len(names)]] if names else None
+        match action:
+            case "join":
+                controls.join(chunk_tokens=1 + number % 4)
+            case "lose" if engine:
+                engine.is_lost = True
+            case "stop" if engine:
+                engine.is_stopped = True
+            case "leave" if engine:
+                pool.leave(names[number % len(names)], "asked to")
+            case "update" if not pool.update_pending:
+                newest += 1
+                pool.update_weights(newest, {})
+            case "finish" if controls.deferred:
+                controls.finish(number % len(controls.deferred))
+            case "late":
+                controls.now_s += 30
+            case "add":
+                lengths[next_id], floor[next_id] = 1 + number % 12, pool.weight_version
+                pool.add([request(next_id, lengths[next_id])])
+                next_id += 1
+            case "abort" if floor:
+                wanted = [RolloutId(each) for each in floor if each not in done and each % 2 == number % 2]
+                deferred, controls.deferred = controls.deferred, None
+                aborted = pool.abort(wanted)
+                controls.deferred = deferred
+                for completion in aborted:
+                    generated = completion.generated if len(completion.generated) else None
+                    whole = request(completion.rollout_id, lengths[completion.rollout_id])
+                    pool.add([replace(whole, generated=generated)])
+            case "step":
+                take(pool.step())
+        assert pool.weight_version >= seen_version, "the version of the pool went down"
+        seen_version = pool.weight_version
+        assert pool.num_in_flight == next_id - len(done)
+    controls.deferred = None
+    controls.now_s += 100  # whoever still has not taken its weights leaves
+    controls.join()
+    take(list(controls.drain().values()))
+    assert sorted(done) == list(range(next_id))
+    for rollout_id, completion in done.items():
+        check(completion, lengths[rollout_id])
+        assert completion.generated.weight_versions.min() >= floor[rollout_id], "older weights than a bound counts on"
+    assert set(controls.world.arrived.values()) <= {1}, "a token that had arrived was generated again"

@@ -70,9 +70,8 @@ class RankGroup:
         return int(agreed)
 
     def gather(self, message: bytes) -> list[bytes]:
-        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        lengths = [int(each) for each in self._all(torch.tensor([len(content)]))]
-        padded = torch.nn.functional.pad(content, (0, max(lengths) - len(content)))
+        lengths = [int(each) for each in self._all(torch.tensor([len(message)]))]
+        padded = torch.frombuffer(bytearray(message.ljust(max(lengths) + 1)), dtype=torch.uint8)
         return [bytes(each[:length].numpy()) for each, length in zip(self._all(padded), lengths, strict=True)]
 
     def _all(self, tensor: Tensor) -> list[Tensor]:

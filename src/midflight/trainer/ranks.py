@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from midflight.errors import WorkerError
 
 # Ranks wait for each other while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -87,20 +90,32 @@ def join_ranks(
     """The group, once all ranks are there. `meeting_point`: a file that did not exist before the first of them came.
 
     Messages travel over gloo on the loopback interface, gradients and parameters on CUDA over NCCL.
+    Raises: WorkerError, also from the body of the `with`, if another rank is lost or late.
     """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     # By default gloo listens on whatever the host name stands for.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=FileStore(str(meeting_point), num_ranks),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=timeout_s),
-    )
     try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(str(meeting_point), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
         yield RankGroup(rank, num_ranks, device.type)
+    except RuntimeError as error:
+        # Gloo has no errors of its own.
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise WorkerError(f"rank {rank} of the trainer lost another one: {_reason(error)}") from error
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence, without the source file that gloo puts in front."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

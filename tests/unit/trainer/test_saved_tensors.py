@@ -71,8 +71,8 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -
 
 @pytest.mark.parametrize("index", ["{", json.dumps({"weight_map": {"a": "gone.safetensors"}}), "{}"])
 def test_files_that_cannot_be_read_are_one_error(tmp_path: Path, index: str) -> None:
-    with pytest.raises(CheckpointError, match="the model tensors in .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"the model tensors in .* cannot be read"):
         SavedTensors(tmp_path, "model")
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match="the model tensors in .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"the model tensors in .* cannot be read"):
         SavedTensors(tmp_path, "model")

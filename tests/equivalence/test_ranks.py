@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 import shutil
 from contextlib import ExitStack, closing
+from ctypes import c_uint64
 from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def train(recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
         pipes, processes = [], []
         for rank in range(recipe.trainer.num_ranks):
             ours, theirs = spawn.Pipe()
-            context = WorkerContext(recipe, run, weights_directory, theirs, os.getpid())
+            context = WorkerContext(recipe, run, weights_directory, theirs, RawValue(c_uint64), num_restarts=0)
             body = functools.partial(trainer_body, rank=rank)
             process = spawn.Process(target=run_worker, args=(body, trainer_role(rank), context))
             process.start()

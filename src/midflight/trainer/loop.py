@@ -105,16 +105,17 @@ class TrainLoop:
     def _next(self, should_stop: Callable[[], bool]) -> list[TrainingBatch] | None:
         """The next batch, nothing if there is none yet, None at the end of training: as rank 0 finds."""
         with self._tracer.span("wait"):
-            found = self._find(should_stop) if self._is_first else []
+            asked_to_stop = should_stop()  # every rank asks: that is its heartbeat
+            found = self._find(asked_to_stop) if self._is_first else []
             num_found = self._ranks.agree(-1 if found is None else len(found))
             if num_found < 0:
                 return None
             return self._read(timeout_s=_PATIENCE_S) if num_found and not found else found
 
-    def _find(self, should_stop: Callable[[], bool]) -> list[TrainingBatch] | None:
+    def _find(self, asked_to_stop: bool) -> list[TrainingBatch] | None:
         settings, state = self._settings, self._state
         out_of_time = settings.max_seconds is not None and state.wall_s >= settings.max_seconds
-        if state.version >= settings.max_steps or out_of_time or should_stop():
+        if state.version >= settings.max_steps or out_of_time or asked_to_stop:
             return None
         return self._read(timeout_s=WAIT_SLICE_S)
 

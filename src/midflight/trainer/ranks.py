@@ -24,8 +24,6 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from midflight.errors import WorkerError
-
 # Ranks wait for each other while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -90,7 +88,7 @@ def join_ranks(
     """The group, once all ranks are there. `meeting_point`: a file that did not exist before the first of them came.
 
     Messages travel over gloo on the loopback interface, gradients and parameters on CUDA over NCCL.
-    Raises: WorkerError, also from the body of the `with`, if another rank is lost or late.
+    Raises: ConnectionError, also from the body of the `with`, if another rank is lost or late.
     """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     # By default gloo listens on whatever the host name stands for.
@@ -109,7 +107,7 @@ def join_ranks(
     except RuntimeError as error:
         # Gloo has no errors of its own.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise WorkerError(f"rank {rank} of the trainer lost another one: {_reason(error)}") from error
+            raise ConnectionError(f"rank {rank} lost another one: {_reason(error)}") from error
         raise
     finally:
         if dist.is_initialized():

@@ -123,7 +123,7 @@ def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trai
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """All tensors of both checkpoints, those of the optimizer included, but for the order of float32 sums."""
+    """All tensors of both checkpoints, but for the order of float32 sums: a gradient shows more of it than a weight."""
     stems = {path.name.split(".")[0] for path in one.glob("*.safetensors")}
     assert stems == {path.name.split(".")[0] for path in other.glob("*.safetensors")}
     assert stems >= {"model", "optimizer"}
@@ -133,7 +133,7 @@ def assert_same(one: Path, other: Path) -> None:
             for name in ours.names:
                 expected = theirs.read(name).double()
                 error = float((ours.read(name).double() - expected).norm() / expected.norm().clamp(min=1e-12))
-                assert error <= 1e-5, (stem, name, error)
+                assert error <= (1e-4 if stem == "optimizer" else 1e-5), (stem, name, error)
 
 
 def assert_close(found: Any, expected: Any, name: str) -> None:
@@ -182,7 +182,9 @@ def test_training_goes_on_with_another_number_of_ranks(
         pytest.skip("the other one saves more")
     trained = both[before]
     path = directory / f"{trained.run.path.name}-then-{after}"
-    shutil.copytree(trained.run.path, path)
+    shutil.copytree(
+        trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
+    )  # doorbells are pipes
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, (*trained.overrides[:-1], after)), run, directory / f"weights-{path.name}")

@@ -49,7 +49,7 @@ MOST_DIFFERENCE = 1e-5
 
 _CPU = torch.device("cpu")
 _LOAD = LoadShape(sequences=12, group_size=1, prompt_tokens=8, median_response=16, max_response=56, sigma=0.6)
-_MAX_TOKENS = 64
+_MAX_TOKENS = 256
 _VOCAB_SIZE = 4096
 _OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
 

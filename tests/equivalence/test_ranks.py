@@ -88,15 +88,16 @@ def train(recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
             body = functools.partial(trainer_body, rank=rank)
             process = spawn.Process(target=run_worker, args=(body, trainer_role(rank), context))
             process.start()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
+            stack.callback(process.kill)
             pipes.append(stack.enter_context(ours))
             processes.append(process)
         for pipe in pipes:
             assert pipe.recv() == ("ready",)
         for pipe in pipes:
             pipe.send(("go",))
-        assert pipes[0].recv() == ("done",)
+        for pipe, process in zip(pipes, processes, strict=True):
+            assert pipe.recv() == ("done",)
+            process.join()
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 

@@ -10,6 +10,7 @@ Messages are numbers and bytes; nothing is ever unpickled.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import socket
@@ -26,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Ranks wait for each other while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+_LARGE_BYTES = 1 << 20
 
 
 class Ranks(Protocol):
@@ -95,6 +98,8 @@ def join_ranks(
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        _give_back_freed_memory()
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -112,6 +117,16 @@ def join_ranks(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _give_back_freed_memory() -> None:
+    """Make glibc return large blocks to the system at once.
+
+    By itself it keeps the memory that whole layers were in, in pieces that the next ones do not fit into: more than
+    sharding saves.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _reason(error: RuntimeError) -> str:

@@ -99,6 +99,21 @@ def train_speed(
 
 
 @bench_app.command()
+def ranks(
+    num_ranks: Annotated[str, typer.Option("--ranks", help="numbers of ranks of the sharded trainer")] = "2",
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps")] = 10,
+    layers: Annotated[int, typer.Option(min=1, help="of a random model; 15: 100M parameters")] = 15,
+    as_json: Json = False,
+) -> None:
+    """Peak memory and step time of one process and of several that share a model, and how far their weights differ."""
+    from midflight.bench.ranks import RanksOptions, bench_ranks, ranks_table
+
+    options = RanksOptions(tuple(map(_count, num_ranks.split(","))), steps, layers)
+    result = bench_ranks(options, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else ranks_table(result["rows"]))
+
+
+@bench_app.command()
 def streams(
     kinds: Annotated[str, typer.Option("--streams", help="which")] = "sqlite,redis",
     records: Annotated[int, typer.Option(min=1, help="how many")] = 100_000,

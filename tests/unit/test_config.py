@@ -47,6 +47,7 @@ def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
         ("schedule.when_full=explode", "schedule.when_full: should be 'block' or 'drop_oldest', got 'explode'"),
         ("batch.batch_size=20", "batch.batch_size = 20 is not a multiple of batch.group_size = 8; 16 or 24 would work"),
         ("batch.batch_size=4", "batch.batch_size = 4 is not a multiple of batch.group_size = 8; 8 would work"),
+        ("trainer.num_ranks=2", "trainer: num_ranks = 2 needs backend = 'fsdp', and it is 'single'"),
         ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
         (
             "schedule.max_waiting=8",
@@ -107,6 +108,18 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
         (
             ["loss.type=ppo"],
             "loss.type = 'ppo' learns a value function, and advantage.type = 'group_mean_std' has none;",
+        ),
+        (
+            ["trainer.backend=fsdp", "trainer.num_ranks=3"],
+            "batch.batch_size = 32 cannot be shared equally by trainer.num_ranks = 3; 24 or 48 would work",
+        ),
+        (
+            ["trainer.backend=fsdp", "trainer.num_ranks=64"],
+            "batch.batch_size = 32 cannot be shared equally by trainer.num_ranks = 64; 64 would work",
+        ),
+        (
+            ["trainer.backend=fsdp", "trainer.num_ranks=2", "trainer.device=cuda:1"],
+            "trainer: device = 'cuda:1' is one, and num_ranks = 2; 'cuda' would work",
         ),
         (["reference.path=other"], "[reference] is used by loss.kl_coefficient, which is not set"),
         (["reference.url=http://localhost:8000"], "[reference] is used by loss.kl_coefficient, which is not set"),

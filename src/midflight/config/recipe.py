@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pydantic
 
 from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
@@ -53,6 +55,14 @@ class Recipe(Section):
             raise ValueError(
                 f"batch.batch_size = {batch.batch_size} is not a multiple of batch.group_size = {batch.group_size};"
                 f" {f'{lower} or {higher}' if lower else higher} would work"
+            )
+        num_ranks = self.trainer.num_ranks
+        if batch.batch_size % num_ranks:
+            step = math.lcm(num_ranks, batch.group_size)
+            lower = batch.batch_size // step * step
+            raise ValueError(
+                f"batch.batch_size = {batch.batch_size} cannot be shared equally by trainer.num_ranks = {num_ranks};"
+                f" {f'{lower} or {lower + step}' if lower else step} would work"
             )
         longest = self.engine.max_prompt_tokens + self.sampling.max_tokens
         if batch.max_tokens < longest:

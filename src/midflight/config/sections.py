@@ -123,7 +123,11 @@ class PreprocessConfig(Section):
 
 
 class TrainerConfig(Section):
-    device: Device = Field("cpu", description="cpu, cuda or cuda:N; may be the engine's")
+    backend: Literal["single", "fsdp"] = Field(
+        "single", description="one process, or several that share parameters and optimizer states (PyTorch's FSDP2)"
+    )
+    num_ranks: int = Field(1, ge=1, description="processes of fsdp; batch.batch_size is a multiple of it")
+    device: Device = Field("cpu", description="cpu, cuda (of fsdp: one device per rank) or cuda:N; may be the engine's")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="what is computed in, and what engines get; trained parameters and AdamW's moments stay float32",
@@ -155,7 +159,20 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
     max_nonfinite_steps: int = Field(5, ge=1, description="stop after this many skipped steps in a row")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank; default: all cores if colocated, else half, shared by all ranks"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def check_ranks(self) -> TrainerConfig:
+        if self.num_ranks > 1 and self.backend == "single":
+            raise ValueError(f"num_ranks = {self.num_ranks} needs backend = 'fsdp', and it is 'single'")
+        if self.backend == "fsdp" and (self.dtype != "float32" or self.lora_rank is not None):
+            key = "lora_rank" if self.lora_rank is not None else f"dtype = {self.dtype!r}"
+            raise ValueError(f"backend = 'fsdp' trains all parameters in float32, without {key}; 'single' would work")
+        if self.num_ranks > 1 and ":" in self.device:
+            raise ValueError(f"device = {self.device!r} is one, and num_ranks = {self.num_ranks}; 'cuda' would work")
+        return self
 
     @pydantic.model_validator(mode="after")
     def check_lora(self) -> TrainerConfig:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,15 @@ from midflight.schedules.april import AprilSchedule
 from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
+from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.policies import PolicySettings, check_policy
+from midflight.trainer.ranks import OneRank, RankGroup, Ranks, join_ranks
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
 _NUM_TOKENIZER_SAMPLES = 64
+_ONE_RANK = OneRank()
 
 
 def build_schedule(recipe: Recipe) -> Schedule:
@@ -124,6 +128,7 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
         overlong_buffer=recipe.reward.overlong_buffer,
         keep_all=learns_values or recipe.loss.needs_every_token,
         reference=None if recipe.loss.kl_coefficient is None else build_reference(recipe),
+        num_ranks=recipe.trainer.num_ranks,
     )
 
 
@@ -135,12 +140,29 @@ def build_reference(recipe: Recipe) -> Reference:
     return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
 
 
-def build_trainer(recipe: Recipe, sender: WeightSender) -> SingleProcessTrainer:
+def build_trainer(recipe: Recipe, sender: WeightSender, ranks: Ranks = _ONE_RANK) -> SingleProcessTrainer:
     config = recipe.trainer
     optimizer = OptimizerSettings(config.adam_betas, config.weight_decay, config.max_grad_norm)
-    return SingleProcessTrainer(
-        recipe.model.path, optimizer, sender, build_policy_settings(recipe), device=config.device
-    )
+    policy = build_policy_settings(recipe)
+    device = trainer_device(recipe, ranks.rank)
+    if isinstance(ranks, RankGroup):
+        return ShardedTrainer(recipe.model.path, optimizer, sender, ranks.mesh, policy, device)
+    return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device)
+
+
+@contextlib.contextmanager
+def join_training(recipe: Recipe, rank: int, meeting_point: Path) -> Iterator[Ranks]:
+    """The ranks that the recipe wants; `meeting_point`: see `join_ranks`."""
+    if recipe.trainer.backend == "single":
+        yield _ONE_RANK
+        return
+    with join_ranks(meeting_point, rank, recipe.trainer.num_ranks, trainer_device(recipe, rank)) as ranks:
+        yield ranks
+
+
+def trainer_device(recipe: Recipe, rank: int) -> torch.device:
+    device = torch.device(recipe.trainer.device)
+    return torch.device("cuda", rank) if device.type == "cuda" and device.index is None else device
 
 
 def build_policy_settings(recipe: Recipe) -> PolicySettings:
@@ -182,7 +204,7 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises: RecipeError, ModelError; MissingExtraError without a package that the recipe needs.
     """
-    check_device("trainer", recipe.trainer.device)
+    check_device("trainer", recipe.trainer.device, recipe.trainer.num_ranks)
     build_objective(recipe)
     check_streams(recipe)
     check_evaluation(recipe)
@@ -201,9 +223,13 @@ def check_evaluation(recipe: Recipe) -> None:
     _check_tokenizer_fits(recipe, build_environment(recipe), tokenizer, recipe.model.path)
 
 
-def check_device(section: str, device: str) -> None:
+def check_device(section: str, device: str, num_ranks: int = 1) -> None:
     if device != "cpu" and not torch.cuda.is_available():
         raise RecipeError(f"{section}.device = {device!r}: this machine has no CUDA device; 'cpu' would work")
+    if device != "cpu" and num_ranks > (count := torch.cuda.device_count()):
+        raise RecipeError(
+            f"{section}.num_ranks = {num_ranks}: every rank needs a CUDA device, and this machine has {count}"
+        )
 
 
 def check_model(recipe: Recipe) -> Any:

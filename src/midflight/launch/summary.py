@@ -56,6 +56,7 @@ def summarize(
             "generation": _mean(lines, "idle/generation_fraction", weights="time/step_s"),
             "trainer": _mean(lines, "idle/trainer_fraction", weights="time/step_s"),
         },
+        "peak_memory_bytes": lines[-1].get("memory/peak_bytes_by_rank") if lines else None,
         "rollout_s": trainer.rollout_s,
         "carried_token_fraction": trainer.carried_tokens / max(trainer.trained_tokens, 1),
         "old_token_fraction": lag.get("old_token_fraction", 0.0),

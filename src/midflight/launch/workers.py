@@ -7,6 +7,7 @@ starting it again would not help, with ("failed", exit_code, text). ("note", tex
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import shutil
@@ -33,7 +34,9 @@ from midflight.launch.build import (
     build_preprocessing,
     build_schedule,
     build_trainer,
+    join_training,
     num_threads,
+    trainer_device,
 )
 from midflight.launch.engines import has_engine, is_settled, open_generator
 from midflight.launch.environments import build_environment
@@ -44,12 +47,14 @@ from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.protocols import Generator, Stream
+from midflight.protocols import Generator, Stream, TrainerBackend
 from midflight.streams.codec import Codec
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, load_state, newest_whole_checkpoint
+from midflight.trainer.checkpoints import TrainerState, checkpoint_of, load_state, newest_whole_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.trainer.ranks import Ranks
 from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
+from midflight.weights.drain import WeightDrain
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 _WAIT_SLICE_S = 0.2
@@ -127,29 +132,58 @@ def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
     context.tell("done")
 
 
-def trainer_body(context: WorkerContext) -> None:
+def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     recipe, run = context.recipe, context.run
-    torch.set_num_threads(num_threads(recipe.trainer.threads, build_schedule(recipe).colocated))
+    config = recipe.trainer
+    if config.threads is None:
+        torch.set_num_threads(max(1, num_threads(None, build_schedule(recipe).colocated) // config.num_ranks))
+    else:
+        torch.set_num_threads(config.threads)
     torch.manual_seed(recipe.run.seed)
-    sender = SharedMemorySender(context.weights_path)
-    backend = build_trainer(recipe, sender)
-    backend.init(rank=0)
-    checkpoint = newest_whole_checkpoint(run.checkpoints, lambda text: context.tell("note", text))
-    state = TrainerState()
-    if checkpoint:
-        state = load_state(checkpoint)
-        backend.load(checkpoint)
-    backend.publish_weights(state.version)
-    batches = open_batches(run, recipe)
-    codec = Codec(TrainingBatch)
-    with JsonlWriter(run.metrics, resume_version=state.version) as metrics, _tracer(run, "trainer") as tracer:
+    # All ranks are started again together, and the file they met at before is used up.
+    meeting_point = context.weights_directory / f"ranks-{context.num_restarts}"
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(join_training(recipe, rank, meeting_point))
+        sender = None if rank else stack.enter_context(contextlib.closing(SharedMemorySender(context.weights_path)))
+        backend = build_trainer(recipe, sender or WeightDrain(), ranks)
+        backend.init(rank)
+        state = _resume(backend, ranks, context)
+        backend.publish_weights(state.version)
+        batches = stack.enter_context(contextlib.closing(open_batches(run, recipe)))
+        metrics = None if rank else stack.enter_context(JsonlWriter(run.metrics, resume_version=state.version))
+        tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
         loop = TrainLoop(
-            loop_settings(recipe, run), backend, build_objective(recipe), batches, metrics, tracer, state, codec.encode
+            loop_settings(recipe, run),
+            backend,
+            build_objective(recipe),
+            batches,
+            metrics,
+            tracer,
+            state,
+            Codec(TrainingBatch).encode,
+            ranks,
+            trainer_device(recipe, rank),
         )
         _start_together(context)
         loop.run(context.should_stop)
-    batches.close()
-    sender.close()
+
+
+def trainer_role(rank: int) -> str:
+    return f"trainer-{rank}" if rank else "trainer"
+
+
+def _resume(backend: TrainerBackend, ranks: Ranks, context: WorkerContext) -> TrainerState:
+    """Load the newest checkpoint that is whole, as rank 0 finds."""
+    found, checkpoints = -1, context.run.checkpoints
+    if ranks.rank == 0:
+        newest = newest_whole_checkpoint(checkpoints, lambda text: context.tell("note", text))
+        found = load_state(newest).version if newest else -1
+    version = ranks.agree(found)
+    if version < 0:
+        return TrainerState()
+    checkpoint = checkpoint_of(checkpoints, version)
+    backend.load(checkpoint)
+    return load_state(checkpoint)
 
 
 def rollout_body(context: WorkerContext) -> None:
@@ -194,7 +228,10 @@ def preprocess_body(context: WorkerContext) -> None:
 
 def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
     """The processes of a run, by role."""
-    bodies: dict[str, WorkerBody] = {"trainer": trainer_body, "rollout": rollout_body}
+    bodies: dict[str, WorkerBody] = {
+        trainer_role(rank): functools.partial(trainer_body, rank=rank) for rank in range(recipe.trainer.num_ranks)
+    }
+    bodies["rollout"] = rollout_body
     if recipe.preprocess.process == "own":
         bodies["preprocess"] = preprocess_body
     return bodies

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -94,7 +94,7 @@ class PolicyMetrics:
     """Policy metrics of one batch that arrives as microbatches; the split does not change the result.
 
     Sums and maxima are kept for every cell of `_CELLS`; whatever is reported adds cells up. Nothing is copied to the
-    host before `result`, so adding a microbatch does not wait for the accelerator.
+    host before `counted`, so adding a microbatch does not wait for the accelerator.
 
     Legend: Q quantities, C cells.
     """
@@ -150,15 +150,45 @@ class PolicyMetrics:
         self.sums.index_add_(1, index_M, values_QM)
         self.largest.scatter_reduce_(1, index_M.expand(2, -1), extremes_M, "amax")
 
+    def counted(self) -> PolicySums:
+        """What was added so far, on the host."""
+        if self.sums is None or self.largest is None:
+            return PolicySums(self.num_tokens, (), np.zeros((0, len(self.num_tokens))))
+        return PolicySums(self.num_tokens, self.names, torch.cat([self.sums, self.largest]).cpu().numpy())
+
     def result(self) -> Metrics:
-        """The metrics by name; nothing at all if no token was added.
+        """The metrics by name; nothing at all if no token was added."""
+        return self.counted().result()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySums:
+    """What PolicyMetrics counted: of all microbatches of one rank, or of all ranks."""
+
+    num_tokens: Int64Array  # [C]
+    names: tuple[str, ...]  # of the Q quantities; none without a token
+    tables: Float64Array  # [Q + 2, C]: their sums, then the largest pi/mu and the largest |log pi/mu|
+
+    @classmethod
+    def of_all(cls, ranks: Sequence[PolicySums]) -> PolicySums:
+        """Of all tokens that were counted anywhere."""
+        counted = [each for each in ranks if each.names] or ranks[:1]
+        assert len({each.names for each in counted}) == 1, "every rank measures alike"
+        if not counted[0].names:
+            return counted[0]
+        tables = np.stack([each.tables for each in counted])
+        total = np.concatenate([tables[:, :-2].sum(axis=0), tables[:, -2:].max(axis=0)])
+        return cls(np.sum([each.num_tokens for each in counted], axis=0), counted[0].names, total)
+
+    def result(self) -> Metrics:
+        """The metrics by name; nothing at all if no token was counted.
 
         Each is there three times: of the whole batch, as `name/by_lag` and as `name/by_position`, where NaN stands
         for no token. `mismatch/*` is of the tokens of one version only, and absent if there are none.
         """
-        if self.sums is None or self.largest is None:
+        if not self.names:
             return {}
-        tables = torch.cat([self.sums, self.largest]).cpu().numpy().reshape(-1, *_CELLS)
+        tables = self.tables.reshape(-1, *_CELLS)
         sums, (ratios, distances) = dict(zip(self.names, tables[:-2], strict=True)), tables[-2:]
         num_tokens = self.num_tokens.reshape(_CELLS)
         result: Metrics = {"lag/tokens_by_lag": num_tokens.sum(axis=(0, 2)).tolist()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from midflight.errors import ModelError
@@ -82,9 +82,35 @@ def load_skeleton(path: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(load_config(path))  # type: ignore[no-any-return]
 
 
+def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """`load_model` without what its files hold: that is on the meta device, and everything else as it should be."""
+    config = load_config(path)
+    with _readable(path), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    if (path / "generation_config.json").is_file():
+        with _readable(path):
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    in_files = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in in_files:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    # As from_pretrained does: what is marked is left alone, and the others get the values their modules give them.
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
+    return model.eval()  # type: ignore[no-any-return]
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Name -> tensor of every parameter, tied ones once; the names engines know."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def saved_tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor of what the model's files hold: its weights and the buffers that are saved with them."""
+    buffers = dict(model.named_buffers())
+    return weights_of(model) | {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 @contextlib.contextmanager

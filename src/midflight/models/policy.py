@@ -48,7 +48,8 @@ class PackedPolicy(torch.nn.Module):
         scores = score_tokens(hidden_MD, token_ids_T[predicted_M], head, self._transform, self._entropy_gradient)
         values_M = None
         if self.value_head is not None:
-            values_M = self.value_head(hidden_MD.to(self.value_head.weight.dtype)).squeeze(1)
+            # Not a view: sharded modules may lose the gradient of one.
+            values_M = self.value_head(hidden_MD.to(self.value_head.weight.dtype)).squeeze(1).clone()
         return scores, values_M
 
 

@@ -53,9 +53,7 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
 
     Raises: CheckpointError if it cannot be written; older checkpoints are untouched.
     """
-    target = directory / f"step_{state.version}"
-    if target.exists():
-        return target
+    target = checkpoint_of(directory, state.version)
     unfinished = directory / f"{_UNFINISHED}{target.name}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -76,6 +74,11 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
     for old in checkpoints_in(directory)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def checkpoint_of(directory: Path, version: int) -> Path:
+    """Where it is, if there is one."""
+    return directory / f"step_{version}"
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

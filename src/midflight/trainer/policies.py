@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from midflight.models.loading import load_model, load_skeleton, weights_of
-from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_adapter, load_adapter, merged_weights
+from midflight.models.loading import load_model, load_skeleton
+from midflight.models.lora import LoraSettings, add_adapter, check_lora, merged_weights
 from midflight.models.policy import PackedPolicy
 from midflight.models.recomputation import decoder_layers, recompute_layers
 
@@ -35,9 +35,11 @@ class PolicySettings:
 PLAIN_POLICY = PolicySettings()
 
 
-def build_policy(path: Path, settings: PolicySettings) -> PackedPolicy:
+def build_policy(
+    path: Path, settings: PolicySettings, load: Callable[[Path, torch.dtype], nn.Module] = load_model
+) -> PackedPolicy:
     """Raises: ModelError if the model cannot be loaded; as `check_policy`."""
-    model = load_model(path, settings.dtype if settings.lora else torch.float32)
+    model = load(path, settings.dtype if settings.lora else torch.float32)
     if settings.lora:
         add_adapter(model, settings.lora, path)
     if settings.activation_checkpointing:
@@ -71,10 +73,3 @@ def published_weights(
     """
     for name, tensor in merged_weights(policy.model, whole):
         yield name, tensor.to(dtype)
-
-
-def saved_weights(policy: PackedPolicy, checkpoint: Path) -> dict[str, Tensor]:
-    """What a checkpoint holds for the trained parameters of the model, by name."""
-    if has_adapter(policy.model):
-        return load_adapter(checkpoint / ADAPTER_DIRECTORY)
-    return weights_of(load_model(checkpoint))

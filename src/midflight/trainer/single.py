@@ -1,18 +1,23 @@
-"""The trainer contract in one process: a Hugging Face model, AdamW, weights sent after every step."""
+"""The trainer contract in one process: a Hugging Face model, AdamW, weights sent after every step.
+
+What it does with tensors holds for sharded ones as well, so that `trainer.fsdp` only has to prepare them.
+"""
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from midflight.models.loading import load_tokenizer, quiet
-from midflight.models.lora import has_adapter, save_adapter
+from midflight.models.loading import load_tokenizer, quiet, saved_tensors_of
+from midflight.models.lora import has_adapter, load_adapter, save_adapter
+from midflight.models.policy import PackedPolicy
 from midflight.protocols import PolicyOutputs, WeightSender
 from midflight.trainer.policies import (
     ADAPTER_DIRECTORY,
@@ -20,16 +25,16 @@ from midflight.trainer.policies import (
     PolicySettings,
     build_policy,
     published_weights,
-    saved_weights,
     trained_parameters,
 )
 from midflight.trainer.precision import ComputedPolicy
+from midflight.trainer.saved_tensors import SavedTensors, save_tensors
+from midflight.trainer.shards import gathered
 from midflight.types import Microbatch
 from midflight.weights.slot_file import specs_of
 
-_OPTIMIZER_FILE = "optimizer.safetensors"
-_VALUE_HEAD_FILE = "value_head.safetensors"
-_PROXIMAL_FILE = "proximal.safetensors"
+# What a checkpoint is made of: the stems of its safetensors files.
+_MODEL, _OPTIMIZER, _VALUE_HEAD, _PROXIMAL = "model", "optimizer", "value_head", "proximal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,9 @@ class SingleProcessTrainer:
 
     def init(self, rank: int) -> None:
         """Load the model and announce the weights it will publish."""
-        assert rank == 0, "a single process has one rank"
+        self._rank = rank
         self._tokenizer = load_tokenizer(self._model_path)
-        self._policy = build_policy(self._model_path, self._policy_settings).to(self._device)
+        self._policy = self._build_policy()
         self.model = self._policy.model
         self._computed = ComputedPolicy(self._policy, self._policy_settings.dtype)
         self._trained = trained_parameters(self._policy)
@@ -69,6 +74,10 @@ class SingleProcessTrainer:
             fused=True,
         )
         self._sender.announce([spec for weight in self._published_weights() for spec in specs_of(dict([weight]))])
+
+    def _build_policy(self) -> PackedPolicy:
+        assert self._rank == 0, "a single process has one rank"
+        return build_policy(self._model_path, self._policy_settings).to(self._device)
 
     def forward(self, microbatch: Microbatch) -> PolicyOutputs:
         scores, values = self._computed.policy(microbatch)
@@ -90,7 +99,7 @@ class SingleProcessTrainer:
     def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
         """Clip, step, and forget the gradients. A gradient that is not finite changes nothing: `skipped` is 1 then."""
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._optimizer_settings.max_grad_norm)
-        grad_norm = float(norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self._optimizer.param_groups:
@@ -101,47 +110,76 @@ class SingleProcessTrainer:
         return {"grad_norm": grad_norm, "skipped": 0.0 if finite else 1.0}
 
     def publish_weights(self, version: int) -> None:
-        self._sender.send(version, self._published_weights())
+        self._sender.send(version, gathered(self._published_weights()))
 
     def save(self, directory: Path) -> None:
         """Model and tokenizer as `from_pretrained` reads them; beside them what only training needs.
 
         With an adapter the model is the merged one, as it was published; training goes on from the adapter.
         """
-        merged = None
         if has_adapter(self.model):
             merged = dict(self._published_weights())
             save_adapter(self.model, directory / ADAPTER_DIRECTORY)
-        with quiet():
-            self.model.save_pretrained(directory, state_dict=merged)
-        self._tokenizer.save_pretrained(directory)
+            with quiet():
+                self.model.save_pretrained(directory, state_dict=merged)
+        else:
+            self._save(directory, _MODEL, saved_tensors_of(self.model))
+            if self._rank == 0:
+                self.model.config.save_pretrained(directory)
+                self.model.generation_config.save_pretrained(directory)
+        if self._rank == 0:
+            self._tokenizer.save_pretrained(directory)
         states = {
             f"{kind}.{name}": tensor
             for name, parameter in self._trained.items()
             for kind, tensor in self._optimizer.state[parameter].items()
         }
-        save_file(states, directory / _OPTIMIZER_FILE)
+        self._save(directory, _OPTIMIZER, states)
         if self._policy.value_head is not None:
-            save_file(self._policy.value_head.state_dict(), directory / _VALUE_HEAD_FILE)
+            self._save(directory, _VALUE_HEAD, self._policy.value_head.state_dict())
         if self._proximal is not None:
-            save_file(self._proximal, directory / _PROXIMAL_FILE)
+            self._save(directory, _PROXIMAL, self._proximal)
+
+    def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
+        whole = gathered(tensors.items())
+        if self._rank == 0:
+            save_tensors(directory, stem, specs_of(tensors), whole)
+        else:
+            collections.deque(whole, maxlen=0)
 
     def load(self, directory: Path) -> None:
-        saved = saved_weights(self._policy, directory)
-        with torch.no_grad():
-            for name, parameter in trained_parameters(self.model).items():
-                parameter.copy_(saved[name])
+        """What `save` wrote, on as many ranks as there were then or on others."""
+        if has_adapter(self.model):
+            adapter = load_adapter(directory / ADAPTER_DIRECTORY)
+            with torch.no_grad():
+                for name, parameter in trained_parameters(self.model).items():
+                    parameter.copy_(adapter[name])
+        else:
+            _fill(saved_tensors_of(self.model), directory, _MODEL)
         self._computed.refresh()
         if self._policy.value_head is not None:
-            self._policy.value_head.load_state_dict(load_file(directory / _VALUE_HEAD_FILE))
-        if (directory / _PROXIMAL_FILE).exists():
-            computed, proximal = trained_parameters(self._computed.policy), load_file(directory / _PROXIMAL_FILE)
-            self._proximal = {name: tensor.to(computed[name]) for name, tensor in proximal.items()}
+            _fill(self._policy.value_head.state_dict(), directory, _VALUE_HEAD)
+        if any(directory.glob(f"{_PROXIMAL}*")):
+            self.remember_proximal()
+            assert self._proximal is not None
+            _fill(self._proximal, directory, _PROXIMAL)
         # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
         self._optimizer.state.clear()
-        for key, tensor in load_file(directory / _OPTIMIZER_FILE).items():
-            kind, _, name = key.partition(".")
-            self._optimizer.state[self._trained[name]][kind] = tensor.to(self._device)
+        with SavedTensors(directory, _OPTIMIZER) as saved:
+            for key in saved.names:
+                kind, _, name = key.partition(".")
+                of_parameter = self._optimizer.state[self._trained[name]]
+                if kind == "step":
+                    of_parameter[kind] = saved.read(key).to(self._device)
+                else:
+                    of_parameter[kind] = torch.empty_like(self._trained[name], requires_grad=False)
+                    saved.fill(of_parameter[kind], key)
 
     def _published_weights(self) -> Iterator[tuple[str, Tensor]]:
         return published_weights(self._policy, self._policy_settings.dtype)
+
+
+def _fill(tensors: Mapping[str, Tensor], directory: Path, stem: str) -> None:
+    with SavedTensors(directory, stem) as saved:
+        for name, tensor in tensors.items():
+            saved.fill(tensor, name)

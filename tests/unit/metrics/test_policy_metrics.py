@@ -18,6 +18,7 @@ from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.metrics.policy import (
     Metrics,
     PolicyMetrics,
+    PolicySums,
     effective_sample_size,
     kl_behavior,
     ratio_statistics,
@@ -119,16 +120,20 @@ TOKENS = [
 ]
 
 
-def measured(tokens: Sequence[tuple[float, int, int, bool]], cuts: Sequence[int] = ()) -> Metrics:
-    """Tokens in microbatches cut at these places; each token's entropy and another metric are 0, 1, 2, ... ."""
+def counted(tokens: Sequence[tuple[float, int, int, bool]], cuts: Sequence[int] = (), first: int = 0) -> PolicySums:
+    """Tokens in microbatches cut at these places; their entropies and another metric are `first`, `first` + 1, ... ."""
     batch = PolicyMetrics(max_ratio=5.0)
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut <= len(tokens))})
-    numbers = torch.arange(len(tokens), dtype=torch.float64)
+    numbers = torch.arange(first, first + len(tokens), dtype=torch.float64)
     for low, high in itertools.pairwise(edges):
         log_ratios, *origins = zip(*tokens[low:high], strict=True)
         part, policy = numbers[low:high], torch.tensor(log_ratios, dtype=torch.float64)
         batch.add(origins_of(*origins), policy, torch.zeros_like(policy), part, {"kl/reference": part})
-    return batch.result()
+    return batch.counted()
+
+
+def measured(tokens: Sequence[tuple[float, int, int, bool]], cuts: Sequence[int] = ()) -> Metrics:
+    return counted(tokens, cuts).result()
 
 
 def nan_or(value: object) -> object:
@@ -230,6 +235,18 @@ def test_every_segment_is_what_its_tokens_are_by_themselves(drawn: list[tuple[fl
             assert of("ratio/clamped_fraction") == nan_or(statistics.clamped_fraction.item())
             assert of("kl/behavior") == nan_or(kl_behavior(log_ratio).item())
             assert of("kl/behavior_k1") == nan_or(-log_ratio.mean().item())
+
+
+@given(tokens, st.lists(st.integers(0, 40), min_size=1, max_size=3))
+def test_ranks_together_measure_the_same_as_one(drawn: list[tuple[float, int, int, bool]], cuts: list[int]) -> None:
+    """Those without a token among them."""
+    bounds = [0, *sorted(min(cut, len(drawn)) for cut in cuts), len(drawn)]
+    ranks = [counted(drawn[start:stop], first=start) for start, stop in itertools.pairwise(bounds)]
+    together, at_once = PolicySums.of_all(ranks).result(), measured(drawn)
+    assert list(together) == list(at_once)
+    for name, value in at_once.items():
+        assert together[name] == nan_or(value), name
+    assert PolicySums.of_all([counted([]), counted([])]).result() == {}
 
 
 def test_nothing_added_is_no_metric_rather_than_nan() -> None:

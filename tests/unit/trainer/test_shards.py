@@ -1,0 +1,91 @@
+"""Whole tensors from shards: equal to what torch makes of them, for shapes that do not divide evenly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import midflight
+from midflight.trainer.ranks import RankGroup, join_ranks
+from midflight.trainer.shards import gathered, local, local_rows
+
+SHAPES = [(7, 3), (1, 5), (2,), (6, 2, 2), (5,), (3, 0), (64, 9), (4, 1), (1,), (300, 7)]
+BUCKETS = [1, 100, 1 << 20]  # bytes: one tensor each, some together, all together
+
+
+def tensors_of(group: RankGroup) -> dict[str, torch.Tensor]:
+    """Sharded ones of two dtypes, with one that is not sharded among them."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for number, shape in enumerate(SHAPES):
+        whole = torch.randn(shape, generator=generator)
+        dtype = torch.bfloat16 if number in (3, 4) else torch.float32
+        tensors[f"t{number}"] = distribute_tensor(whole.to(dtype), group.mesh, [Shard(0)])
+        if number == 5:
+            tensors["step"] = torch.tensor(4.0)
+    return tensors
+
+
+def check(group: RankGroup) -> None:
+    tensors = tensors_of(group)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            expected = tensor.full_tensor()
+            rows = local_rows(tensor)
+            assert rows is not None
+            assert torch.equal(local(tensor), expected[rows]), name
+    for bucket_bytes in BUCKETS:
+        found = dict(gathered(tensors.items(), bucket_bytes))
+        whole = {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
+        }
+        expected_names = list(tensors) if group.rank == 0 else ["step"]
+        assert list(found) == expected_names
+        for name, tensor in found.items():
+            assert tensor.dtype == whole[name].dtype
+            assert torch.equal(tensor, whole[name]), (name, bucket_bytes)
+
+
+def check_messages(group: RankGroup) -> None:
+    assert group.agree(10 + group.rank) == 10
+    assert group.agree(-1 if group.rank == 0 else 7) == -1
+    for sizes in ([0, 3, 5], [4, 0, 0], [0, 0, 0], [1, 2, 70_000]):
+        messages = [bytes([rank]) * size for rank, size in enumerate(sizes)]
+        assert group.gather(messages[group.rank]) == messages[: group.num_ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_come_together_and_messages_arrive(num_ranks: int, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "ranks"), str(rank), str(num_ranks)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_ranks, "\n".join(errors)
+
+
+def test_what_is_not_sharded_passes_through() -> None:
+    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+    assert [(name, tensor.tolist()) for name, tensor in gathered(tensors.items(), bucket_bytes=4)] == [
+        ("a", [0.0, 1.0, 2.0]),
+        ("b", [[1.0, 1.0], [1.0, 1.0]]),
+    ]
+
+
+if __name__ == "__main__":
+    with join_ranks(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), torch.device("cpu"), timeout_s=60.0) as own:
+        check(own)
+        check_messages(own)

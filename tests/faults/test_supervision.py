@@ -164,6 +164,23 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, schedule: tup
 
 
 @pytest.mark.timeout(600)
+def test_weights_in_files_outlive_their_sender(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    settings = (*SCHEDULES[0], *QUICK, "weights.type=files", f"weights.directory={weights}")
+    with running(tmp_path / "run", *settings) as run:
+        for _ in range(3):
+            newest = weights / "newest"
+            before = newest.read_text()
+            run.wait_until(lambda: any(weights.glob("*unfinished*")) or newest.read_text() != before)  # noqa: B023
+            run.hurt("trainer")
+            run.wait_for_steps(3)
+            run.hurt("rollout")
+            run.wait_for_steps(2)
+        run.end()
+    assert len(list(weights.glob("*.safetensors"))) == 2
+
+
+@pytest.mark.timeout(600)
 def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
     roles = ["trainer", "rollout", "preprocess", "rollout", "trainer"]
     with running(tmp_path / "run", *SCHEDULES[0], *QUICK, OWN, "supervisor.heartbeat_timeout_s=3") as run:

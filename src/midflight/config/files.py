@@ -84,7 +84,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _anchor_paths(values: dict[str, Any], directory: Path) -> None:
-    for section, key in (("model", "path"), ("run", "directory"), ("reference", "path")):
+    for section, key in (("model", "path"), ("run", "directory"), ("reference", "path"), ("weights", "directory")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = str((directory / Path(table[key]).expanduser()).resolve())

@@ -22,6 +22,7 @@ from midflight.config.sections import (
     SupervisorConfig,
     TaskConfig,
     TrainerConfig,
+    WeightsConfig,
 )
 
 GROUP_BASELINES = ("group_mean", "group_mean_std", "leave_one_out")
@@ -41,6 +42,7 @@ class Recipe(Section):
     reference: ReferenceConfig = ReferenceConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
     streams: StreamsConfig = StreamsConfig()
+    weights: WeightsConfig = WeightsConfig()
     trainer: TrainerConfig = TrainerConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     eval: EvalConfig = EvalConfig()

@@ -113,6 +113,21 @@ class StreamsConfig(Section):
         return self
 
 
+class WeightsConfig(Section):
+    """How new weights travel from the trainer to the process that generates."""
+
+    type: Literal["shared_memory", "files"] = Field(
+        "shared_memory", description="within one machine, or through a directory that both machines see"
+    )
+    directory: Path | None = Field(None, description="of files; default: weights/ in the run directory")
+
+    @pydantic.model_validator(mode="after")
+    def check_directory(self) -> WeightsConfig:
+        if self.directory and self.type != "files":
+            raise ValueError(f"directory is of files, and type = {self.type!r}; 'files' would work")
+        return self
+
+
 class PreprocessConfig(Section):
     """Advantages, packing and the log-probabilities of the reference, between generation and training."""
 

@@ -44,10 +44,11 @@ from midflight.launch.objectives import build_objective
 from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
 from midflight.launch.streams import open_batches, open_groups
+from midflight.launch.weights import open_receiver, open_sender
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.protocols import Generator, Stream, TrainerBackend
+from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceiver
 from midflight.streams.codec import Codec
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState, checkpoint_of, load_state, newest_whole_checkpoint
@@ -55,7 +56,6 @@ from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.ranks import Ranks
 from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
 from midflight.weights.drain import WeightDrain
-from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 _WAIT_SLICE_S = 0.2
 
@@ -144,7 +144,9 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     meeting_point = context.weights_directory / f"ranks-{context.num_restarts}"
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_training(recipe, rank, meeting_point))
-        sender = None if rank else stack.enter_context(contextlib.closing(SharedMemorySender(context.weights_path)))
+        sender = (
+            None if rank else stack.enter_context(contextlib.closing(open_sender(recipe, run, context.weights_path)))
+        )
         backend = build_trainer(recipe, sender or WeightDrain(), ranks)
         backend.init(rank)
         state = _resume(backend, ranks, context)
@@ -190,7 +192,7 @@ def rollout_body(context: WorkerContext) -> None:
     recipe, run = context.recipe, context.run
     schedule = build_schedule(recipe)
     torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
-    receiver = SharedMemoryReceiver(context.weights_path)
+    receiver = open_receiver(recipe, run, context.weights_path)
     _wait_for_weights(receiver, 0, context)
     version, weights = receiver.receive()
     tokenizer = load_tokenizer(recipe.model.path)
@@ -272,12 +274,12 @@ def _start_together(context: WorkerContext) -> None:
         raise SystemExit(0) from None
 
 
-def _wait_for_weights(receiver: SharedMemoryReceiver, version: int, context: WorkerContext) -> None:
+def _wait_for_weights(receiver: WeightReceiver, version: int, context: WorkerContext) -> None:
     context.wait_until(lambda timeout_s: receiver.wait(newer_than=version - 1, timeout_s=timeout_s))
 
 
 def _catch_up(
-    generator: Generator, receiver: SharedMemoryReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
+    generator: Generator, receiver: WeightReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
 ) -> None:
     """No token may be followed by one of an older version.
 

@@ -1,0 +1,27 @@
+"""Recipe -> how the trainer's weights get to the process that generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from midflight.config import Recipe
+from midflight.launch.run_directory import RunDirectory
+from midflight.weights.files import FileReceiver, FileSender
+from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+
+def open_sender(recipe: Recipe, run: RunDirectory, shared: Path) -> SharedMemorySender | FileSender:
+    """`shared`: a path in the memory of this machine."""
+    if recipe.weights.type == "files":
+        return FileSender(_directory(recipe, run))
+    return SharedMemorySender(shared)
+
+
+def open_receiver(recipe: Recipe, run: RunDirectory, shared: Path) -> SharedMemoryReceiver | FileReceiver:
+    if recipe.weights.type == "files":
+        return FileReceiver(_directory(recipe, run))
+    return SharedMemoryReceiver(shared)
+
+
+def _directory(recipe: Recipe, run: RunDirectory) -> Path:
+    return recipe.weights.directory or run.path / "weights"

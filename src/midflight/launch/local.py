@@ -95,13 +95,13 @@ def _train(
             supervisor.newest_version = max([supervisor.newest_version, *(line["version"] for line in lines)])
 
         try:
-            with _interrupt_on_sigterm():
+            with _interrupts() as interrupts:
                 supervisor.start()
                 while not supervisor.finished():
                     supervisor.watch(REFRESH_S)
                     refresh()
-        except KeyboardInterrupt:
-            raise InterruptedRunError(f"stopped; go on with: midflight train {run.path} --resume") from None
+                    if interrupts:
+                        raise InterruptedRunError(f"stopped; go on with: midflight train {run.path} --resume")
         finally:
             supervisor.stop()
             refresh()
@@ -118,10 +118,17 @@ def _weights_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
-    """A cluster's SIGTERM means what Ctrl-C means."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C, and the SIGTERM of a cluster, which means the same; noted, as an exception could come while a process is
+    being started and leave it unwatched.
+    """
+    noted: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as in the background of a script
+            signal.signal(number, lambda number, _: noted.append(number))
     try:
-        yield
+        yield noted
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -194,6 +194,8 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             ("dropped", f"{dropped['filtered']} without signal, {dropped['queue_full']} because of a full queue")
         )
+    if summary["restarts"]:
+        rows.append(("processes started again", ", ".join(f"{n} {role}" for role, n in summary["restarts"].items())))
     if summary["skipped_steps"]:
         rows.append(("skipped steps", f"{summary['skipped_steps']} (loss not finite)"))
     return rows

@@ -196,6 +196,7 @@ def summary(**values: Any) -> dict[str, Any]:
         "length_bias": {"ks": 0.0104, "mean_generated": 19.24, "mean_trained": 18.96, "mean_dropped": 44.0},
         "dropped": {"filtered": 2, "queue_full": 1},
         "groups": {"started": 1612, "trained": 1600, "dropped": 3, "failed": 1, "unfinished": 8},
+        "restarts": {"trainer": 2, "rollout": 1},
         **values,
     }
 
@@ -228,6 +229,7 @@ def row(text: str, title: str) -> str:
         ("effective sample size", ["0.9971"]),
         ("idle", ["0.0072", "0.1102"]),
         ("tokens of older weights", ["98.7 %", "carried over 3.2 %"]),
+        ("processes started again", ["2 trainer, 1 rollout"]),
         ("length", ["19.2 generated", "19.0 trained", "44.0 dropped", "bias 0.0104"]),
         ("dropped", ["2 without signal", "1 because of a full queue"]),
         ("groups", ["1612 started", "1600 trained", "3 dropped", "1 failed", "8 unfinished"]),

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import sys
@@ -78,8 +79,7 @@ class WorkerContext:
 
     def is_orphan(self) -> bool:
         """Whether the supervisor was killed."""
-        parent = multiprocessing.parent_process()
-        return parent is None or not parent.is_alive()
+        return bool(_end_of_parent().poll(0))
 
     @property
     def weights_path(self) -> Path:
@@ -97,6 +97,16 @@ class WorkerContext:
 
 
 _stop_requested = False
+
+
+@functools.cache
+def _end_of_parent() -> select.poll:
+    """What can be read from when the supervisor is gone; asked at every token, where `is_alive` would cost 25 us."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    poll = select.poll()
+    poll.register(parent.sentinel, select.POLLIN)
+    return poll
 
 
 WorkerBody = Callable[[WorkerContext], None]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+import midflight
+from midflight.actor.partials import PartialBuffer
 from midflight.config import load_recipe
 from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import read_metrics
-from midflight.types import ChosenBatch, TrainingBatch
+from midflight.types import ChosenBatch, GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 TIMEOUT_S = 120.0
@@ -40,6 +48,16 @@ SCHEDULES: list[tuple[str, ...]] = [
     ("schedule.type=bounded", "schedule.max_lag=2"),
     ("schedule.type=conventional", "schedule.steps_per_rl_step=4"),
 ]
+
+
+_LONG_SUMS = """
+from midflight.envs.chain_sums import ChainSums
+from midflight.types import Grade
+
+class LongSums(ChainSums):
+    def grade(self, problem, response):
+        return Grade(len(response) + 0.01 * response.count("1"))  # hardly two alike: all of them are trained on
+"""
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -163,3 +181,119 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
             own = slice(start, end)
             versions = microbatch.weight_versions[own][microbatch.loss_mask[own]]
             assert (np.diff(versions) >= 0).all(), "a token follows one of a newer version"
+
+
+def long_sums(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Settings of a task whose answers are long, and of which hardly two are worth the same: all are trained on."""
+    (directory / "long_sums.py").write_text(_LONG_SUMS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(Path(midflight.__file__).parents[1])]))
+    return "task.type=long_sums:LongSums", "task.options.min_terms=12"
+
+
+def saved_partials(run: RunDirectory) -> list[Rollout]:
+    """Rollouts that are kept in the middle, with enough tokens to tell them apart."""
+    if not run.partials.exists():
+        return []
+    with closing(PartialBuffer(run.partials)) as partials:
+        checkpoint = partials.load()
+    rollouts = checkpoint.rollouts if checkpoint else []
+    return [each for each in rollouts if each.status is RolloutStatus.PARTIAL and len(each.generated) >= 8]
+
+
+def sequences(batch: TrainingBatch) -> Iterator[GeneratedTokens]:
+    """The sampled tokens of every sequence in a batch."""
+    for microbatch in batch.microbatches[0]:
+        ends = np.cumsum(microbatch.sequence_lengths).tolist()
+        for start, end in zip([0, *ends], ends, strict=False):
+            sampled = start + np.flatnonzero(microbatch.loss_mask[start:end])
+            yield GeneratedTokens(
+                microbatch.token_ids[sampled],
+                microbatch.behavior_logprobs[sampled],
+                microbatch.weight_versions[sampled],
+            )
+
+
+def starts_with(whole: GeneratedTokens, part: GeneratedTokens) -> bool:
+    start = whole.part(0, len(part))
+    return all(
+        np.array_equal(getattr(start, name), getattr(part, name))
+        for name in ("token_ids", "logprobs", "weight_versions")
+    )
+
+
+def check_none_was_started_anew(saved: list[Rollout], batches: dict[int, TrainingBatch]) -> None:
+    """Of the rollouts that were `saved` halfway, those in `batches` went on from there."""
+    trained = {group_id: batch for batch in batches.values() for group_id in batch.group_ids}
+    went_on = [rollout for rollout in saved if rollout.group_id in trained]
+    assert went_on
+    found = [
+        any(starts_with(each, rollout.generated) for each in sequences(trained[rollout.group_id]))
+        for rollout in went_on
+    ]
+    # One whose reward is just its group's mean is left out.
+    assert sum(found) >= max(1, len(went_on) - 2), "rollouts were generated again from their start"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@dataclass
+class Run:
+    """A run that is going on, and what it says."""
+
+    directory: RunDirectory
+    process: subprocess.Popen[str]
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.said.append(line)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert self.process.poll() is None, f"the run ended: {''.join(self.said)}"
+            assert time.monotonic() < deadline_s, f"it hangs: {''.join(self.said)}"
+            time.sleep(0.002)
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """Optimizer steps that were not done before, not counting those a restarted trainer repeats."""
+        goal = num_lines(self.directory) + num_steps
+        self.wait_until(lambda: num_lines(self.directory) >= goal)
+
+    def pid(self, role: str) -> int:
+        self.wait_until(lambda: find(role, self.process.pid) is not None)
+        return pid_of(role, self.process.pid)
+
+    def hurt(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(role), number)
+        print(f"fault: {number.name} to {role}", flush=True)
+
+    def num_said(self, text: str) -> int:
+        return sum(text in line for line in self.said)
+
+    def end(self) -> dict[str, object]:
+        """Stop it as a cluster does; the summary, whose groups have been counted."""
+        self.process.terminate()
+        self.process.wait(TIMEOUT_S)
+        assert self.process.returncode == 130, "".join(self.said)
+        summary = json.loads(self.directory.summary.read_text())
+        check_books(self.directory, summary)
+        return summary
+
+
+@contextmanager
+def running(path: Path, *settings: str) -> Iterator[Run]:
+    with training(RECIPE, f"run.directory={path}", *SETTINGS, *settings) as process:
+        run = Run(RunDirectory(path), process)
+        run.wait_until(lambda: num_lines(run.directory) >= 2)
+        yield run

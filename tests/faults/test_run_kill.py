@@ -10,14 +10,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import midflight
 from faults.runs import (
     BATCH_SIZE,
     GROUP_SIZE,
@@ -28,16 +24,19 @@ from faults.runs import (
     batches_of,
     check_books,
     check_counts,
+    check_none_was_started_anew,
+    is_running,
+    long_sums,
     num_lines,
     pid_of,
     resume,
+    saved_partials,
     training,
     wait_for,
     waiting_of,
 )
-from midflight.actor.partials import PartialBuffer
 from midflight.launch.run_directory import RunDirectory
-from midflight.types import ChosenBatch, GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
+from midflight.types import ChosenBatch, TrainingBatch
 
 pytestmark = pytest.mark.slow
 
@@ -117,23 +116,11 @@ def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_
         assert batches[index].group_ids == [group.group_id for group in chosen.groups]
 
 
-LONG_SUMS = """
-from midflight.envs.chain_sums import ChainSums
-from midflight.types import Grade
-
-class LongSums(ChainSums):
-    def grade(self, problem, response):
-        return Grade(len(response) + 0.01 * response.count("1"))  # hardly two alike: all of them are trained on
-"""
-
-
 @pytest.mark.timeout(400)
 def test_the_tokens_of_a_killed_rollout_process_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "long_sums.py").write_text(LONG_SUMS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(midflight.__file__).parents[1])]))
+    task = long_sums(tmp_path, monkeypatch)
     run = RunDirectory(tmp_path / "run")
-    task = ("task.type=long_sums:LongSums", "task.options.min_terms=12", "schedule.num_in_flight=32")
-    with training(RECIPE, f"run.directory={run.path}", *SETTINGS, *ENDS, *task) as process:
+    with training(RECIPE, f"run.directory={run.path}", *SETTINGS, *ENDS, *task, "schedule.num_in_flight=32") as process:
         wait_for(process, lambda: num_lines(run) >= 4 and len(saved_partials(run)) >= 8)
         os.kill(pid_of("rollout", process.pid), signal.SIGKILL)
         process.communicate(timeout=TIMEOUT_S)
@@ -146,56 +133,14 @@ def test_the_tokens_of_a_killed_rollout_process_come_back(tmp_path: Path, monkey
     summary, _ = resume(run, num_lines(run) + 12)
     check_books(run, summary)
     later = {offset: batch for offset, batch in batches_of(run).items() if offset >= num_before}
-    trained = {group_id: batch for batch in later.values() for group_id in batch.group_ids}
-    went_on = [rollout for rollout in saved if rollout.group_id in trained]
-    assert went_on
-    found = [any(starts_with(each, rollout.generated) for each in sequences(trained[rollout.group_id]))
-             for rollout in went_on]  # fmt: skip
-    # One whose reward is just its group's mean is left out.
-    assert sum(found) >= max(1, len(went_on) - 2), "rollouts were generated again from their start"
-    assert all(trained[rollout.group_id].metrics["carried_token_fraction"] > 0 for rollout in went_on)
-
-
-def saved_partials(run: RunDirectory) -> list[Rollout]:
-    """Rollouts that are kept in the middle, with enough tokens to tell them apart."""
-    if not run.partials.exists():
-        return []
-    with closing(PartialBuffer(run.partials)) as partials:
-        checkpoint = partials.load()
-    rollouts = checkpoint.rollouts if checkpoint else []
-    return [each for each in rollouts if each.status is RolloutStatus.PARTIAL and len(each.generated) >= 8]
-
-
-def sequences(batch: TrainingBatch) -> Iterator[GeneratedTokens]:
-    """The sampled tokens of every sequence in a batch."""
-    for microbatch in batch.microbatches[0]:
-        ends = np.cumsum(microbatch.sequence_lengths).tolist()
-        for start, end in zip([0, *ends], ends, strict=False):
-            sampled = start + np.flatnonzero(microbatch.loss_mask[start:end])
-            yield GeneratedTokens(
-                microbatch.token_ids[sampled],
-                microbatch.behavior_logprobs[sampled],
-                microbatch.weight_versions[sampled],
-            )
-
-
-def starts_with(whole: GeneratedTokens, part: GeneratedTokens) -> bool:
-    start = whole.part(0, len(part))
-    return all(
-        np.array_equal(getattr(start, name), getattr(part, name))
-        for name in ("token_ids", "logprobs", "weight_versions")
-    )
+    check_none_was_started_anew(saved, later)
+    went_on = {rollout.group_id for rollout in saved}
+    carrying = [batch for batch in later.values() if went_on & set(batch.group_ids)]
+    assert all(batch.metrics["carried_token_fraction"] > 0 for batch in carrying)
 
 
 def shared_weights() -> set[Path]:
     return set(Path("/dev/shm").glob("midflight-*"))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.timeout(400)

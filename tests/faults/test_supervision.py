@@ -11,27 +11,24 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
 from faults.runs import (
-    RECIPE,
     SCHEDULES,
-    SETTINGS,
     TIMEOUT_S,
+    Run,
     batches_of,
     check_books,
     descendants,
     find,
+    is_running,
     num_lines,
-    pid_of,
     resume,
+    running,
     training,
 )
 from midflight.config import Recipe, load_recipe
@@ -54,64 +51,6 @@ pytestmark = pytest.mark.slow
 
 QUICK = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=20")
 OWN = "preprocess.process=own"
-
-
-@dataclass
-class Run:
-    """A run that is going on, and what it says."""
-
-    directory: RunDirectory
-    process: subprocess.Popen[str]
-    said: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr
-        for line in self.process.stderr:
-            self.said.append(line)
-
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            assert self.process.poll() is None, f"the run ended: {''.join(self.said)}"
-            assert time.monotonic() < deadline_s, f"it hangs: {''.join(self.said)}"
-            time.sleep(0.002)
-
-    def wait_for_steps(self, num_steps: int) -> None:
-        """Optimizer steps that were not done before, not counting those a restarted trainer repeats."""
-        goal = num_lines(self.directory) + num_steps
-        self.wait_until(lambda: num_lines(self.directory) >= goal)
-
-    def pid(self, role: str) -> int:
-        self.wait_until(lambda: find(role, self.process.pid) is not None)
-        return pid_of(role, self.process.pid)
-
-    def hurt(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid(role), number)
-        print(f"fault: {number.name} to {role}", flush=True)
-
-    def num_said(self, text: str) -> int:
-        return sum(text in line for line in self.said)
-
-    def end(self) -> dict[str, object]:
-        """Stop it as a cluster does; the summary, whose groups have been counted."""
-        self.process.terminate()
-        self.process.wait(TIMEOUT_S)
-        assert self.process.returncode == 130, "".join(self.said)
-        summary = json.loads(self.directory.summary.read_text())
-        check_books(self.directory, summary)
-        return summary
-
-
-@contextlib.contextmanager
-def running(path: Path, *settings: str) -> Iterator[Run]:
-    with training(RECIPE, f"run.directory={path}", *SETTINGS, *settings) as process:
-        run = Run(RunDirectory(path), process)
-        run.wait_until(lambda: num_lines(run.directory) >= 2)
-        yield run
 
 
 def weights_of(pid: int) -> Path:
@@ -274,13 +213,6 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     for pid in pids[1:]:
         while is_running(pid):
             time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.timeout(600)

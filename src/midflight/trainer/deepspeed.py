@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,17 @@ from midflight.trainer.single import OptimizerSettings
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.slot_file import specs_of
 
-_MODEL, _OPTIMIZER, _VALUE_HEAD = "model", "optimizer", "value_head"
+_MODEL, _OPTIMIZER, _VALUE_HEAD, _PROXIMAL = "model", "optimizer", "value_head", "proximal"
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 Named = tuple[str, Tensor]
 
 
 class DeepSpeedTrainer:
-    """Implements TrainerBackend; all ranks call the same methods in the same order. There is no proximal policy."""
+    """Implements TrainerBackend; all ranks call the same methods in the same order.
+
+    Each rank has a whole proximal policy with ZeRO-2; there can be none with ZeRO-3.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class DeepSpeedTrainer:
         self._num_ranks, self._zero_stage = num_ranks, zero_stage
         self._deepspeed = _import_deepspeed(self._device.type)
         self._has_gradients = False
+        self._proximal: dict[str, Tensor] | None = None
 
     def init(self, rank: int) -> None:
         """Load the model and announce the weights it will publish."""
@@ -106,7 +111,8 @@ class DeepSpeedTrainer:
     def _make_moments(self) -> None:
         """AdamW makes its moments in its first step: this one changes nothing and does not count."""
         outputs = self.forward(_two_tokens())
-        self.backward(0.0 * sum(each.sum() for each in (outputs.logprobs, outputs.values) if each is not None))
+        total = outputs.logprobs.sum() if outputs.values is None else outputs.logprobs.sum() + outputs.values.sum()
+        self.backward(0.0 * total)
         self.optimizer_step(0.0)
         self._set_num_steps(0.0)
 
@@ -115,10 +121,14 @@ class DeepSpeedTrainer:
         return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
     def remember_proximal(self) -> None:
-        raise NotImplementedError
+        assert self._zero_stage == 2, "no rank has the whole policy"
+        self._proximal = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
+    @torch.no_grad()
     def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
-        raise NotImplementedError
+        assert self._proximal is not None, "nothing was remembered"
+        scores, values = torch.func.functional_call(self._policy, self._proximal, (microbatch,))
+        return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks, and losses have the whole batch's denominator.
@@ -172,6 +182,8 @@ class DeepSpeedTrainer:
         if self._policy.value_head is not None:
             of_head = dict(self._policy.value_head.named_parameters())
             self._save(directory, _VALUE_HEAD, self._specs(of_head), self._masters(of_head))
+        if self._proximal is not None:
+            self._save(directory, _PROXIMAL, specs_of(self._proximal), self._proximal.items())
 
     def _save(self, directory: Path, stem: str, specs: Sequence[TensorSpec], tensors: Iterable[Named]) -> None:
         if self._rank == 0:
@@ -220,6 +232,12 @@ class DeepSpeedTrainer:
                     if (key := f"{moment}.{name}") in saved.names:
                         saved.fill(whole, key)
                     self._set(parameter, whole, moment)
+        if any(directory.glob(f"{_PROXIMAL}*")):
+            self.remember_proximal()
+            assert self._proximal is not None
+            with SavedTensors(directory, _PROXIMAL) as saved:
+                for name, tensor in self._proximal.items():
+                    saved.fill(tensor, name)
 
     def _load_masters(self, saved: SavedTensors, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in parameters.items():
@@ -250,10 +268,10 @@ class DeepSpeedTrainer:
         for state in self._optimizer.state.values():
             state[_STEP].fill_(num_steps)
 
-    def _specs(
-        self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32
-    ) -> list[TensorSpec]:
-        return [TensorSpec(name, self._shapes[each], str(dtype).removeprefix("torch.")) for name, each in parameters.items()]
+    def _specs(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+        return [
+            TensorSpec(name, self._shapes[each], str(dtype).removeprefix("torch.")) for name, each in parameters.items()
+        ]
 
 
 def _two_tokens() -> Microbatch:
@@ -287,6 +305,7 @@ def _import_deepspeed(device_type: str) -> Any:
         import deepspeed.utils
     except ImportError as error:
         raise MissingExtraError("deepspeed", "deepspeed") from error
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # one per collective
     # On CPUs it would compile, with a compiler that may not be there, what only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

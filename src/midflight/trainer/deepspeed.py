@@ -100,7 +100,11 @@ class DeepSpeedTrainer:
             "bf16": {"enabled": self._is_rounded},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
-            "zero_optimization": {"stage": self._zero_stage, "overlap_comm": False},
+            "zero_optimization": {
+                "stage": self._zero_stage,
+                # It rounds before it adds a bias, which engines do not.
+                "memory_efficient_linear": False,
+            },
         }
 
     def _register_head(self) -> None:

@@ -47,7 +47,8 @@ def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
         ("schedule.when_full=explode", "schedule.when_full: should be 'block' or 'drop_oldest', got 'explode'"),
         ("batch.batch_size=20", "batch.batch_size = 20 is not a multiple of batch.group_size = 8; 16 or 24 would work"),
         ("batch.batch_size=4", "batch.batch_size = 4 is not a multiple of batch.group_size = 8; 8 would work"),
-        ("trainer.num_ranks=2", "trainer: num_ranks = 2 needs backend = 'fsdp', and it is 'single'"),
+        ("trainer.num_ranks=2", "trainer: num_ranks = 2 needs backend = 'fsdp' or 'deepspeed', and it is 'single'"),
+        ("trainer.zero_stage=3", "trainer: zero_stage is of backend = 'deepspeed', and it is 'single'"),
         ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
         (
             "schedule.max_waiting=8",
@@ -128,6 +129,14 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
         (
             ["trainer.backend=fsdp", "trainer.num_ranks=2", "trainer.device=cuda:1"],
             "trainer: device = 'cuda:1' is one, and num_ranks = 2; 'cuda' would work",
+        ),
+        (
+            ["trainer.backend=deepspeed", "trainer.lora_rank=8"],
+            "trainer: backend = 'deepspeed' trains all parameters, without lora_rank; 'single' would work",
+        ),
+        (
+            ["trainer.backend=deepspeed", "trainer.zero_stage=1"],
+            "trainer.zero_stage: should be 2 or 3, got 1",
         ),
         (["reference.path=other"], "[reference] is used by loss.kl_coefficient, which is not set"),
         (["reference.url=http://localhost:8000"], "[reference] is used by loss.kl_coefficient, which is not set"),

@@ -114,6 +114,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     afresh = _kinds(parts[0]) or parts[0] == "task"  # whose other keys belong to the type
     if afresh and parts[-1] == "type" and values.get(parts[0], {}).get("type") != value:
         values[parts[0]] = {}
+    if parts == ["trainer", "backend"] and values.get("trainer", {}).get("backend") != value:
+        values.get("trainer", {}).pop("zero_stage", None)  # belongs to the old one
     _merge(values, override_values, key)
 
 

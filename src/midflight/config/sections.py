@@ -138,11 +138,15 @@ class PreprocessConfig(Section):
 
 
 class TrainerConfig(Section):
-    backend: Literal["single", "fsdp"] = Field(
-        "single", description="one process, or several that share parameters and optimizer states (PyTorch's FSDP2)"
+    backend: Literal["single", "fsdp", "deepspeed"] = Field(
+        "single",
+        description="one process, or several that share optimizer states and more (PyTorch's FSDP2, DeepSpeed's ZeRO)",
     )
-    num_ranks: int = Field(1, ge=1, description="processes of fsdp; batch.batch_size is a multiple of it")
-    device: Device = Field("cpu", description="cpu, cuda (of fsdp: one device per rank) or cuda:N; may be the engine's")
+    num_ranks: int = Field(1, ge=1, description="processes of fsdp and deepspeed; batch.batch_size is a multiple of it")
+    zero_stage: Literal[2, 3] | None = Field(
+        None, description="of deepspeed: share gradients and optimizer states (2), parameters too (3); default: 2"
+    )
+    device: Device = Field("cpu", description="cpu, cuda (one device per rank) or cuda:N; may be the engine's")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="what is computed in, and what engines get; trained parameters and AdamW's moments stay float32",
@@ -181,12 +185,20 @@ class TrainerConfig(Section):
     @pydantic.model_validator(mode="after")
     def check_ranks(self) -> TrainerConfig:
         if self.num_ranks > 1 and self.backend == "single":
-            raise ValueError(f"num_ranks = {self.num_ranks} needs backend = 'fsdp', and it is 'single'")
+            raise ValueError(f"num_ranks = {self.num_ranks} needs backend = 'fsdp' or 'deepspeed', and it is 'single'")
         if self.backend == "fsdp" and (self.dtype != "float32" or self.lora_rank is not None):
             key = "lora_rank" if self.lora_rank is not None else f"dtype = {self.dtype!r}"
             raise ValueError(f"backend = 'fsdp' trains all parameters in float32, without {key}; 'single' would work")
         if self.num_ranks > 1 and ":" in self.device:
             raise ValueError(f"device = {self.device!r} is one, and num_ranks = {self.num_ranks}; 'cuda' would work")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def check_deepspeed(self) -> TrainerConfig:
+        if self.backend != "deepspeed" and self.zero_stage is not None:
+            raise ValueError(f"zero_stage is of backend = 'deepspeed', and it is {self.backend!r}")
+        if self.backend == "deepspeed" and self.lora_rank is not None:
+            raise ValueError("backend = 'deepspeed' trains all parameters, without lora_rank; 'single' would work")
         return self
 
     @pydantic.model_validator(mode="after")

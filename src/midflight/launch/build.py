@@ -24,7 +24,7 @@ from midflight.config.schedules import (
 )
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
-from midflight.errors import MidflightError, ModelError, RecipeError
+from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
@@ -34,11 +34,12 @@ from midflight.models.lora import LoraSettings
 from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
-from midflight.protocols import Environment, Reference, Schedule, WeightSender
+from midflight.protocols import Environment, Reference, Schedule, TrainerBackend, WeightSender
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
+from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
 from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.policies import PolicySettings, check_policy
@@ -46,6 +47,7 @@ from midflight.trainer.ranks import OneRank, RankGroup, Ranks, join_ranks
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
+DEFAULT_ZERO_STAGE = 2
 _NUM_TOKENIZER_SAMPLES = 64
 _ONE_RANK = OneRank()
 
@@ -140,11 +142,14 @@ def build_reference(recipe: Recipe) -> Reference:
     return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
 
 
-def build_trainer(recipe: Recipe, sender: WeightSender, ranks: Ranks = _ONE_RANK) -> SingleProcessTrainer:
+def build_trainer(recipe: Recipe, sender: WeightSender, ranks: Ranks = _ONE_RANK) -> TrainerBackend:
     config = recipe.trainer
     optimizer = OptimizerSettings(config.adam_betas, config.weight_decay, config.max_grad_norm)
     policy = build_policy_settings(recipe)
     device = trainer_device(recipe, ranks.rank)
+    if isinstance(ranks, RankGroup) and config.backend == "deepspeed":
+        stage = config.zero_stage or DEFAULT_ZERO_STAGE
+        return DeepSpeedTrainer(recipe.model.path, optimizer, sender, ranks.num_ranks, stage, policy, device)
     if isinstance(ranks, RankGroup):
         return ShardedTrainer(recipe.model.path, optimizer, sender, ranks.mesh, policy, device)
     return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device)
@@ -205,11 +210,23 @@ def check_recipe(recipe: Recipe) -> None:
     Raises: RecipeError, ModelError; MissingExtraError without a package that the recipe needs.
     """
     check_device("trainer", recipe.trainer.device, recipe.trainer.num_ranks)
-    build_objective(recipe)
+    _check_deepspeed(recipe, build_objective(recipe).proximal_every)
     check_streams(recipe)
     check_evaluation(recipe)
     check_policy(recipe.model.path, build_policy_settings(recipe))
     _check_reference(recipe)
+
+
+def _check_deepspeed(recipe: Recipe, proximal_every: int | None) -> None:
+    if recipe.trainer.backend != "deepspeed":
+        return
+    if not is_installed():
+        raise MissingExtraError("deepspeed", "deepspeed")
+    if recipe.trainer.zero_stage == 3 and proximal_every not in (None, 1):
+        raise RecipeError(
+            f"loss.proximal_every = {proximal_every} needs an older policy, which trainer.zero_stage = 3 does not keep;"
+            " 1, trainer.zero_stage = 2, or trainer.backend = 'fsdp' would work"
+        )
 
 
 def check_evaluation(recipe: Recipe) -> None:

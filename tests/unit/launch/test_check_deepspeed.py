@@ -1,0 +1,48 @@
+"""What is refused of a recipe for DeepSpeed, with and without the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config import load_recipe
+from midflight.errors import MissingExtraError, RecipeError
+from midflight.launch import build
+from midflight.launch.build import check_recipe
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+DEEPSPEED, ZERO_3 = "trainer.backend=deepspeed", "trainer.zero_stage=3"
+PROXIMAL = ("loss.type=decoupled_ppo", "loss.proximal_every=4")
+
+
+def check(monkeypatch: pytest.MonkeyPatch, *overrides: str, installed: bool = True) -> None:
+    monkeypatch.setattr(build, "is_installed", lambda: installed)
+    check_recipe(load_recipe(RECIPE, [DEEPSPEED, *overrides]))
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingExtraError, match=r"midflight\[deepspeed\]"):
+        check(monkeypatch, installed=False)
+
+
+def test_zero_3_has_no_older_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError) as raised:
+        check(monkeypatch, ZERO_3, *PROXIMAL)
+    assert str(raised.value) == (
+        "loss.proximal_every = 4 needs an older policy, which trainer.zero_stage = 3 does not keep;"
+        " 1, trainer.zero_stage = 2, or trainer.backend = 'fsdp' would work"
+    )
+
+
+@pytest.mark.parametrize("overrides", [(), PROXIMAL, (ZERO_3, PROXIMAL[0], "loss.proximal_every=1")])
+def test_everything_else_is_fine(monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]) -> None:
+    check(monkeypatch, *overrides)
+
+
+def test_a_change_of_backend_forgets_the_stage(tmp_path: Path) -> None:
+    """A run that goes on with another one has the stage in its recipe."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "model"\n[trainer]\nbackend = "deepspeed"\nzero_stage = 3\n')
+    assert load_recipe(recipe, [DEEPSPEED]).trainer.zero_stage == 3
+    assert load_recipe(recipe, ["trainer.backend=single"]).trainer.zero_stage is None

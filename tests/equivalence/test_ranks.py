@@ -21,7 +21,8 @@ from midflight.bench.train_load import LoadShape
 from midflight.config import Recipe, load_recipe
 from midflight.launch.run_directory import RunDirectory, create_run
 from midflight.launch.streams import open_batches
-from midflight.launch.workers import WorkerContext, run_worker, trainer_body, trainer_role
+from midflight.launch.worker_process import WorkerContext, run_worker
+from midflight.launch.workers import trainer_body, trainer_role
 from midflight.metrics.jsonl import read_metrics
 from midflight.trainer.saved_tensors import SavedTensors
 from midflight.types import TrainingBatch

@@ -22,7 +22,7 @@ from pathlib import Path
 from midflight.config import Recipe
 from midflight.errors import WorkerError
 from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import WorkerBody, WorkerContext, run_worker
+from midflight.launch.worker_process import WorkerBody, WorkerContext, run_worker
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_BACKOFF_S = 60.0

@@ -1,25 +1,9 @@
-"""The process bodies of a run on one machine, and what they share: signals, logs, a line to the supervisor.
-
-A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",), with ("crashed", text), or, if
-starting it again would not help, with ("failed", exit_code, text). ("note", text) is for the user, at any time.
-"""
+"""What the processes of a run on one machine do, by role."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import os
-import select
-import shutil
-import signal
-import sys
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,7 +11,6 @@ from midflight.actor.actor import Actor
 from midflight.actor.loop import RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
-from midflight.errors import MidflightError
 from midflight.launch.build import (
     build_actor_config,
     build_grader,
@@ -46,6 +29,7 @@ from midflight.launch.resuming import actor_checkpoint
 from midflight.launch.run_directory import RunDirectory
 from midflight.launch.streams import open_batches, open_groups
 from midflight.launch.weights import open_receiver, open_sender
+from midflight.launch.worker_process import WorkerBody, WorkerContext, start_together
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
@@ -57,89 +41,6 @@ from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.ranks import Ranks
 from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
 from midflight.weights.drain import WeightDrain
-
-_WAIT_SLICE_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """What a worker process is started with."""
-
-    recipe: Recipe
-    run: RunDirectory
-    weights_directory: Path
-    supervisor: Connection
-    heartbeat: Any  # a c_uint64 in shared memory
-    num_restarts: int  # of this role, before this process
-
-    def should_stop(self) -> bool:
-        """Asked to, or nobody is left to ask. Every loop asks in every turn, which shows that it has not hung."""
-        self.heartbeat.value += 1
-        return _stop_requested or self.is_orphan()
-
-    def is_orphan(self) -> bool:
-        """Whether the supervisor was killed."""
-        return bool(_end_of_parent().poll(0))
-
-    @property
-    def weights_path(self) -> Path:
-        return self.weights_directory / "weights"
-
-    def wait_until(self, happens: Callable[[float], bool]) -> None:
-        """`happens(timeout_s)` waits and says whether it did. Ends the process if it should stop meanwhile."""
-        while not happens(_WAIT_SLICE_S):
-            if self.should_stop():
-                raise SystemExit(0)
-
-    def tell(self, *message: object) -> None:
-        with contextlib.suppress(OSError):  # a supervisor that was killed hears nothing
-            self.supervisor.send(message)
-
-
-_stop_requested = False
-
-
-@functools.cache
-def _end_of_parent() -> select.poll:
-    """What can be read from when the supervisor is gone; asked at every token, where `is_alive` would cost 25 us."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    poll = select.poll()
-    poll.register(parent.sentinel, select.POLLIN)
-    return poll
-
-
-WorkerBody = Callable[[WorkerContext], None]
-
-
-def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
-    """The entry point of a worker process: `body` with its output in the log and its end reported."""
-    _redirect_output(context.run.log(name))
-    # Ctrl-C reaches the whole terminal group; only the supervisor decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _request_stop)
-    torch.set_num_interop_threads(1)
-    with context.run.worker_locked(name):
-        try:
-            if not context.is_orphan():  # or the run may have gone on without it before it took the lock
-                _run(body, name, context)
-        finally:
-            if context.is_orphan():  # nobody else is left to remove them; another worker may be at it too
-                shutil.rmtree(context.weights_directory, ignore_errors=True)
-
-
-def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
-    try:
-        body(context)
-    except MidflightError as error:
-        traceback.print_exc()
-        context.tell("failed", error.exit_code, str(error))
-        sys.exit(error.exit_code)
-    except Exception as error:
-        traceback.print_exc()
-        context.tell("crashed", f"the {name} process failed: {type(error).__name__}: {error}")
-        sys.exit(1)
-    context.tell("done")
 
 
 def trainer_body(context: WorkerContext, rank: int = 0) -> None:
@@ -176,7 +77,7 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
             ranks,
             trainer_device(recipe, rank),
         )
-        _start_together(context)
+        start_together(context)
         loop.run(context.should_stop)
 
 
@@ -220,7 +121,7 @@ def rollout_body(context: WorkerContext) -> None:
         loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
         context.wait_until(grader.wait_until_ready)
         context.wait_until(lambda timeout_s: has_engine(generator, timeout_s))
-        _start_together(context)
+        start_together(context)
         with tracer.span("wait"):
             _catch_up(generator, receiver, checkpoint, context)
         loop.run(context.should_stop)
@@ -232,7 +133,7 @@ def preprocess_body(context: WorkerContext) -> None:
     groups, batches = open_groups(run, recipe), open_batches(run, recipe)
     with _tracer(run, "preprocess") as tracer:
         loop = PreprocessLoop(groups, batches, Preprocessor(build_preprocessing(recipe), tracer), tracer)
-        _start_together(context)
+        start_together(context)
         loop.run(context.should_stop)
     groups.close()
     batches.close()
@@ -274,16 +175,6 @@ def _tracer(run: RunDirectory, role: str) -> Tracer:
     return Tracer(run.spans(role), role)
 
 
-def _start_together(context: WorkerContext) -> None:
-    """So that the clock of the run starts when all sides are set up."""
-    context.tell("ready")
-    context.wait_until(context.supervisor.poll)
-    try:
-        context.supervisor.recv()
-    except (EOFError, OSError):
-        raise SystemExit(0) from None
-
-
 def _wait_for_weights(receiver: WeightReceiver, version: int, context: WorkerContext) -> None:
     context.wait_until(lambda timeout_s: receiver.wait(newer_than=version - 1, timeout_s=timeout_s))
 
@@ -305,15 +196,3 @@ def _catch_up(
         _wait_for_weights(receiver, newest, context)
         context.wait_until(lambda timeout_s: is_settled(generator))
         generator.update_weights(*receiver.receive())
-
-
-def _redirect_output(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
-def _request_stop(*_: object) -> None:
-    global _stop_requested
-    _stop_requested = True

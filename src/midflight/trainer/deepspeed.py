@@ -102,6 +102,7 @@ class DeepSpeedTrainer:
             "communication_data_type": "fp32",
             "zero_optimization": {
                 "stage": self._zero_stage,
+                "stage3_param_persistence_threshold": 0,  # small ones are shared as well
                 # It rounds before it adds a bias, which engines do not.
                 "memory_efficient_linear": False,
             },

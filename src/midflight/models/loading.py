@@ -109,8 +109,12 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def saved_tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Name -> tensor of what the model's files hold: its weights and the buffers that are saved with them."""
+    return weights_of(model) | saved_buffers_of(model)
+
+
+def saved_buffers_of(model: torch.nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers())
-    return weights_of(model) | {name: buffers[name] for name in model.state_dict() if name in buffers}
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from transformers.utils import logging
 from midflight.errors import ModelError
 from midflight.models.attention import PACKED_ATTENTION
 
+Named = tuple[str, Tensor]
+
 
 def check_model_directory(path: Path, key: str = "model.path") -> None:
     """`key`: of the recipe, where the path is from.

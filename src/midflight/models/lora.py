@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from midflight.errors import MissingExtraError, RecipeError
+from midflight.models.loading import Named, weights_of
 
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
 # peft's own names, of files and of what a PeftModel puts before the model's names.
 ADAPTER_STEM = "adapter_model"
 _CONFIG_FILE, _PEFT_PREFIX = "adapter_config.json", "base_model.model."
-
-Named = tuple[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,8 @@ def has_adapter(model: nn.Module) -> bool:
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The adapter's parameters, under the names they have in peft's files."""
     return {
-        _PEFT_PREFIX + name.replace(".default.weight", ".weight"): parameter.detach()
-        for name, parameter in model.named_parameters()
+        _PEFT_PREFIX + name.replace(".default.weight", ".weight"): tensor
+        for name, tensor in weights_of(model).items()
         if _ADAPTER in name
     }
 
@@ -103,7 +102,7 @@ def merged_weights(model: nn.Module, whole: Callable[[Iterable[Named]], Iterable
     """
     # A layer's own come first, then A, then B.
     held: dict[str, Tensor] = {}
-    for name, tensor in whole((name, parameter.detach()) for name, parameter in model.named_parameters()):
+    for name, tensor in whole(weights_of(model).items()):
         if _BASE in name:
             held[name.rpartition(".")[2]] = tensor
         elif f"{_ADAPTER}A" in name:

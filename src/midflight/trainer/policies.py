@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from midflight.models.loading import load_model, load_skeleton, weights_of
-from midflight.models.lora import LoraSettings, Named, add_adapter, check_lora, has_adapter, merged_weights
+from midflight.models.loading import Named, load_model, load_skeleton, weights_of
+from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_adapter, merged_weights
 from midflight.models.policy import PackedPolicy
 from midflight.models.recomputation import check_layers, recompute_layers
 from midflight.types import TensorSpec

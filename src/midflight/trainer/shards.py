@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from midflight.models.loading import Named
+
 DEFAULT_BUCKET_BYTES = 32 << 20
 _ALIGNMENT_BYTES = 8  # of the largest dtype
-
-Named = tuple[str, Tensor]
 
 
 def local(tensor: Tensor) -> Tensor:

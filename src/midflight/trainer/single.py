@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from midflight.models.loading import load_tokenizer, saved_buffers_of, saved_tensors_of
+from midflight.models.loading import Named, load_tokenizer, saved_buffers_of, saved_tensors_of
 from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import PolicyOutputs, WeightSender
@@ -90,6 +90,7 @@ class SingleProcessTrainer:
         return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
     def remember_proximal(self) -> None:
+        self._proximal = None  # frees the one before it first
         computed = trained_parameters(self._computed.policy)
         self._proximal = {name: parameter.detach().clone() for name, parameter in computed.items()}
 
@@ -124,16 +125,13 @@ class SingleProcessTrainer:
         With an adapter the model is the merged one, as it was published; training goes on from the adapter.
         """
         if has_adapter(self.model):
-            # peft knows one file only.
-            self._save(directory / ADAPTER_DIRECTORY, ADAPTER_STEM, adapter_weights(self.model), file_bytes=sys.maxsize)
+            self._save_adapter(directory / ADAPTER_DIRECTORY)
             buffers = saved_buffers_of(self.model)
-            merged = itertools.chain(self._published_weights(), gathered(buffers.items()))
+            merged = itertools.chain(self._published_weights(), buffers.items())
             self._write(directory, _MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
         else:
             self._save(directory, _MODEL, saved_tensors_of(self.model))
         if self._rank == 0:
-            if has_adapter(self.model):
-                save_adapter_config(self.model, directory / ADAPTER_DIRECTORY)
             self.model.config.save_pretrained(directory)
             self.model.generation_config.save_pretrained(directory)
             self._tokenizer.save_pretrained(directory)
@@ -150,6 +148,12 @@ class SingleProcessTrainer:
         if self._proximal is not None:
             self._save(directory, _PROXIMAL, self._proximal)
 
+    def _save_adapter(self, directory: Path) -> None:
+        if self._rank == 0:
+            directory.mkdir()
+            save_adapter_config(self.model, directory)
+        self._save(directory, ADAPTER_STEM, adapter_weights(self.model), file_bytes=sys.maxsize)  # peft reads one file
+
     def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> None:
         self._write(directory, stem, specs_of(tensors), gathered(tensors.items()), file_bytes)
 
@@ -158,11 +162,11 @@ class SingleProcessTrainer:
         directory: Path,
         stem: str,
         specs: Sequence[TensorSpec],
-        whole: Iterable[tuple[str, Tensor]],
+        whole: Iterable[Named],
         file_bytes: int = FILE_BYTES,
     ) -> None:
+        """Rank 0 writes; the others go through `whole`, which gathers for it."""
         if self._rank == 0:
-            directory.mkdir(exist_ok=True)
             save_tensors(directory, stem, specs, whole, file_bytes)
         else:
             collections.deque(whole, maxlen=0)
@@ -192,7 +196,7 @@ class SingleProcessTrainer:
                     of_parameter[kind] = torch.empty_like(self._trained[name], requires_grad=False)
                     saved.fill(of_parameter[kind], key)
 
-    def _published_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _published_weights(self) -> Iterator[Named]:
         return published_weights(self._policy, self._policy_settings.dtype, gathered)
 
     def _published_specs(self) -> tuple[TensorSpec, ...]:

@@ -124,7 +124,7 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
         ),
         (
             ["trainer.backend=deepspeed", "trainer.lora_rank=8"],
-            "trainer: backend = 'deepspeed' trains all parameters, without lora_rank; 'single' would work",
+            "trainer: backend = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work",
         ),
         (
             ["trainer.backend=deepspeed", "trainer.zero_stage=1"],

@@ -195,7 +195,7 @@ class TrainerConfig(Section):
         if self.backend != "deepspeed" and self.zero_stage is not None:
             raise ValueError(f"zero_stage is of backend = 'deepspeed', and it is {self.backend!r}")
         if self.backend == "deepspeed" and self.lora_rank is not None:
-            raise ValueError("backend = 'deepspeed' trains all parameters, without lora_rank; 'single' or 'fsdp' would work")
+            raise ValueError("backend = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work")
         return self
 
     @pydantic.model_validator(mode="after")

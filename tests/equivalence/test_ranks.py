@@ -33,12 +33,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS, HALF_WAY = 10, 5
 LOAD = LoadShape(sequences=12, group_size=4, prompt_tokens=6, median_response=16, max_response=60)
-LOSSES = {
+BFLOAT16 = "trainer.dtype=bfloat16"
+# Renewed at steps 0, 4 and 8: who goes on half-way needs what was saved of it.
+PPO = ("loss.type=ppo", "loss.proximal_every=4", "advantage.type=value")
+LORA = "trainer.lora_rank=4"
+CASES = {
     "reinforce": (),
-    # Renewed at steps 0, 4 and 8: who goes on half-way needs what was saved of it.
-    "ppo": ("loss.type=ppo", "loss.proximal_every=4", "advantage.type=value"),
+    "ppo": PPO,
+    "lora": (*PPO, LORA, "trainer.learning_rate=1e-3"),
+    "bfloat16": (BFLOAT16,),
+    "lora_bfloat16": (*PPO, BFLOAT16, LORA, "trainer.activation_checkpointing=true"),
 }
 ONE, TWO, THREE = "trainer.backend=single", "trainer.num_ranks=2", "trainer.num_ranks=3"
+SPEED = ("time/", "throughput/", "idle/", "memory/", "wall_s", "queue/")
+EXPONENTIALS = ("ratio/", "kl/behavior", "ess")  # of differences, which the made-up batches have large ones of
 SETTINGS = (
     "batch.batch_size=12",
     "batch.group_size=4",
@@ -48,10 +56,31 @@ SETTINGS = (
 )
 
 
+@dataclass(frozen=True)
+class Tolerance:
+    """Of tensors the norm of the difference to the norm; of metrics a part, or as many nats."""
+
+    weights: float
+    optimizer: float
+    metrics: float
+    nats: float
+
+
+# The order of float32 sums: a gradient shows more of it than a weight.
+SUMMED = Tolerance(weights=1e-5, optimizer=1e-4, metrics=1e-4, nats=1e-6)
+# That order decides to which side a few masters are rounded. All that is computed afterwards differs by roundings to
+# 8 bits, weights by one of those at most; the smallest gradients are little more.
+ROUNDED = Tolerance(weights=2**-8, optimizer=0.1, metrics=0.02, nats=0.02)
+
+
 @dataclass
 class Trained:
     run: RunDirectory
     overrides: tuple[str, ...]
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return ROUNDED if BFLOAT16 in self.overrides else SUMMED
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -107,13 +136,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-@pytest.fixture(scope="module", params=LOSSES)
+@pytest.fixture(scope="module", params=CASES)
 def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trained]:
     """Trained by a single process and by two ranks."""
     found = []
     for ranks in (ONE, TWO):
         path = directory / f"{request.param}-{ranks}"
-        overrides = (*LOSSES[request.param], ranks)
+        overrides = (*CASES[request.param], ranks)
         recipe = recipe_of(path, overrides)
         run = create_run(recipe)
         with closing(open_batches(run, recipe)) as stream:
@@ -124,10 +153,10 @@ def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trai
     return found[0], found[1]
 
 
-def assert_same(one: Path, other: Path) -> None:
-    """All tensors of both checkpoints, but for the order of float32 sums: a gradient shows more of it than a weight."""
-    stems = {path.name.split(".")[0] for path in one.glob("*.safetensors")}
-    assert stems == {path.name.split(".")[0] for path in other.glob("*.safetensors")}
+def assert_same(one: Path, other: Path, tolerance: Tolerance) -> None:
+    """All tensors of both checkpoints."""
+    stems = {path.relative_to(one).as_posix().split(".")[0] for path in one.rglob("*.safetensors")}
+    assert stems == {path.relative_to(other).as_posix().split(".")[0] for path in other.rglob("*.safetensors")}
     assert stems >= {"model", "optimizer"}
     for stem in stems:
         with SavedTensors(one, stem) as ours, SavedTensors(other, stem) as theirs:
@@ -135,23 +164,24 @@ def assert_same(one: Path, other: Path) -> None:
             for name in ours.names:
                 expected = theirs.read(name).double()
                 error = float((ours.read(name).double() - expected).norm() / expected.norm().clamp(min=1e-12))
-                assert error <= (1e-4 if stem == "optimizer" else 1e-5), (stem, name, error)
+                limit = tolerance.optimizer if stem == "optimizer" else tolerance.weights
+                assert error <= limit, (stem, name, error)
 
 
-def assert_close(found: Any, expected: Any, name: str) -> None:
+def assert_close(found: Any, expected: Any, name: str, tolerance: Tolerance) -> None:
     """Numbers, null among them, or lists of them."""
     if isinstance(expected, list):
         for one, other in zip(found, expected, strict=True):
-            assert_close(one, other, name)
+            assert_close(one, other, name, tolerance)
     elif expected is None:
         assert found is None, name
     else:
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+        assert found == pytest.approx(expected, rel=tolerance.metrics, abs=tolerance.nats), name
 
 
 def test_two_ranks_come_to_the_weights_of_one_process(both: tuple[Trained, Trained]) -> None:
     one, two = both
-    assert_same(one.checkpoint(), two.checkpoint())
+    assert_same(one.checkpoint(), two.checkpoint(), one.tolerance)
     with SavedTensors(one.checkpoint(HALF_WAY), "model") as early, SavedTensors(one.checkpoint(), "model") as late:
         assert any(not torch.equal(early.read(name), late.read(name)) for name in early.names)
 
@@ -162,8 +192,8 @@ def test_two_ranks_measure_what_one_process_does(both: tuple[Trained, Trained]) 
     for expected, found in zip(one.metrics, two.metrics, strict=True):
         assert list(expected) == list(found)
         for name in expected:
-            if not name.startswith(("time/", "throughput/", "idle/", "memory/", "wall_s", "queue/")):
-                assert_close(found[name], expected[name], name)
+            if not name.startswith(SPEED if one.tolerance is SUMMED else (*SPEED, *EXPONENTIALS)):
+                assert_close(found[name], expected[name], name, one.tolerance)
         assert len(found["memory/peak_bytes_by_rank"]) == 2
         assert found["memory/peak_bytes"] == max(found["memory/peak_bytes_by_rank"]) > 0
 
@@ -180,8 +210,8 @@ def test_transformers_reads_what_two_ranks_saved(both: tuple[Trained, Trained]) 
 def test_training_goes_on_with_another_number_of_ranks(
     both: tuple[Trained, Trained], before: int, after: str, directory: Path
 ) -> None:
-    if "loss.type=ppo" not in both[0].overrides:
-        pytest.skip("the other one saves more")
+    if PPO[0] not in both[0].overrides or BFLOAT16 in both[0].overrides:
+        pytest.skip("the others save less, or go on as the order of sums makes them")
     trained = both[before]
     path = directory / f"{trained.run.path.name}-then-{after}"
     shutil.copytree(
@@ -190,5 +220,5 @@ def test_training_goes_on_with_another_number_of_ranks(
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, (*trained.overrides[:-1], after)), run, directory / f"weights-{path.name}")
-    assert_same(trained.checkpoint(), run.checkpoints / f"step_{NUM_STEPS}")
+    assert_same(trained.checkpoint(), run.checkpoints / f"step_{NUM_STEPS}", trained.tolerance)
     assert len(read_metrics(run.metrics)) == NUM_STEPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,14 +16,15 @@ from safetensors.torch import load_file, save_file
 
 import midflight
 from midflight.bench.train_load import LoadShape, make_trajectories
+from midflight.models.lora import LoraSettings
 from midflight.preprocess.packing import pack
+from midflight.testing.fakes import InProcessWeights
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
 from midflight.trainer.fsdp import ShardedTrainer
-from midflight.trainer.policies import PolicySettings, build_policy
+from midflight.trainer.policies import PolicySettings
 from midflight.trainer.ranks import RankGroup, join_ranks
 from midflight.trainer.shards import gathered
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
-from midflight.weights.drain import WeightDrain
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +32,14 @@ TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
 SETTINGS = PolicySettings(temperature=0.8, with_values=True)
 OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
 LOAD = LoadShape(sequences=4, group_size=2, prompt_tokens=5, median_response=10, max_response=20)
+MICROBATCH = pack(make_trajectories(LOAD, VOCAB_SIZE, seed=0), max_tokens=200)[0]
+LORA = LoraSettings(rank=2, alpha=8.0)
+VARIANTS = {
+    "float32": replace(SETTINGS, activation_checkpointing=True),
+    "bfloat16": replace(SETTINGS, dtype=torch.bfloat16),
+    "lora": replace(SETTINGS, lora=LORA),
+    "lora_bfloat16": replace(SETTINGS, lora=LORA, dtype=torch.bfloat16),
+}
 OTHERWISE_NAMED = "gpt2_as_published"
 
 
@@ -47,30 +57,71 @@ def write_models(directory: Path) -> None:
             shutil.copy(TOKENIZER / name, model)
 
 
-def check(model: Path, group: RankGroup) -> None:
-    microbatch = pack(make_trajectories(LOAD, VOCAB_SIZE, seed=0), max_tokens=200)[0]
-    settings = replace(SETTINGS, activation_checkpointing=model.name.startswith("llama"))
-    trainer: SingleProcessTrainer = ShardedTrainer(model, OPTIMIZER, WeightDrain(), group.mesh, settings)
-    trainer.init(group.rank)
-    expected = build_policy(model, SETTINGS)
-    names = [name for name, _ in expected.named_parameters()]
-    sharded = dict(trainer._policy.named_parameters())
-    assert list(sharded) == names
-    assert all(torch.equal(tensor, expected.get_parameter(name)) for name, tensor in gathered(sharded.items())), (
-        "a parameter differs"
-    )
-    with torch.no_grad():
-        scores, _ = expected(microbatch)
-    trainer.remember_proximal()
-    before = trainer.forward(microbatch)
-    torch.testing.assert_close(before.logprobs.detach(), scores.logprobs)
-    trainer.backward(-before.logprobs.mean() / group.num_ranks)
+def trainers(model: Path, group: RankGroup, settings: PolicySettings) -> tuple[ShardedTrainer, SingleProcessTrainer]:
+    sharded = ShardedTrainer(model, OPTIMIZER, InProcessWeights(), group.mesh, settings)
+    single = SingleProcessTrainer(model, OPTIMIZER, InProcessWeights(), settings)
+    sharded.init(group.rank)
+    single.init(0)
+    return sharded, single
+
+
+def step(trainer: SingleProcessTrainer, loss_factor: float = 1.0) -> None:
+    outputs = trainer.forward(MICROBATCH)
+    assert outputs.values is not None
+    trainer.backward((outputs.values.sub(1).square() - outputs.logprobs).mean() * loss_factor)
     assert trainer.optimizer_step(1e-2)["skipped"] == 0.0
-    torch.testing.assert_close(trainer.forward_proximal(microbatch).logprobs, before.logprobs.detach())
-    after = trainer.forward(microbatch).logprobs.detach()
+
+
+def check_passes(model: Path, group: RankGroup, settings: PolicySettings) -> None:
+    trainer, single = trainers(model, group, settings)
+    expected = single._policy
+    sharded = dict(trainer._policy.named_parameters())
+    assert list(sharded) == [name for name, _ in expected.named_parameters()]
+    for name, tensor in gathered(sharded.items()):
+        parameter = expected.get_parameter(name)
+        assert tensor.dtype == parameter.dtype, name
+        assert torch.equal(tensor, parameter), name
+        assert sharded[name].requires_grad == parameter.requires_grad, name
+    for name, buffer in expected.named_buffers():
+        found = trainer._policy.get_buffer(name)
+        assert found.dtype == buffer.dtype, name
+        assert torch.equal(found, buffer), name
+    trainer.remember_proximal()
+    before = trainer.forward(MICROBATCH)
+    torch.testing.assert_close(before.logprobs, single.forward(MICROBATCH).logprobs)
+    step(trainer, 1 / group.num_ranks)
+    torch.testing.assert_close(trainer.forward_proximal(MICROBATCH).logprobs, before.logprobs.detach())
+    after = trainer.forward(MICROBATCH).logprobs.detach()
     assert (after - before.logprobs.detach()).abs().max() > 1e-3
-    torch.testing.assert_close(trainer.forward_proximal(microbatch).logprobs, before.logprobs.detach())
-    torch.testing.assert_close(trainer.forward(microbatch).logprobs.detach(), after)
+    torch.testing.assert_close(trainer.forward_proximal(MICROBATCH).logprobs, before.logprobs.detach())
+    torch.testing.assert_close(trainer.forward(MICROBATCH).logprobs.detach(), after)
+
+
+def check_exchange(model: Path, group: RankGroup, settings: PolicySettings, directory: Path) -> None:
+    """A checkpoint of one process, loaded and saved by several, is the same; and so it is the other way round."""
+    (sharded, single), (_, again) = (trainers(model, group, settings) for _ in range(2))
+    step(single)
+    own = directory / f"single-{group.rank}"
+    own.mkdir(parents=True)
+    single.save(own)
+    sharded.load(own)
+    (directory / "sharded").mkdir(exist_ok=True)
+    sharded.save(directory / "sharded")
+    sharded.publish_weights(1)
+    single.publish_weights(1)
+    if group.rank > 0:
+        return
+    expected, found = (trainer._sender.sent[1] for trainer in (single, sharded))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected), "published weights differ"
+    files = sorted(path.relative_to(own) for path in own.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(directory / "sharded") for path in (directory / "sharded").rglob("*.*"))
+    for file in files:
+        assert (own / file).read_bytes() == (directory / "sharded" / file).read_bytes(), file
+    again.load(directory / "sharded")
+    step(single)
+    step(again)
+    assert all(torch.equal(single._trained[name], each) for name, each in again._trained.items())
 
 
 def test_every_family_is_what_an_ordinary_load_makes_of_it(tmp_path: Path) -> None:
@@ -92,9 +143,13 @@ def test_every_family_is_what_an_ordinary_load_makes_of_it(tmp_path: Path) -> No
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with join_ranks(Path(sys.argv[2]), int(sys.argv[3]), 2, torch.device("cpu"), timeout_s=120.0) as own:
-        for path in sorted(Path(sys.argv[1]).iterdir()):
+        for path, variant in itertools.product(sorted(Path(sys.argv[1]).iterdir()), VARIANTS):
+            if variant in ("bfloat16", "lora") and path.name not in ("qwen2", "gpt2"):
+                continue
+            settings, scratch = VARIANTS[variant], Path(sys.argv[2]).with_name(f"{path.name}-{variant}")
             try:
-                check(path, own)
+                check_passes(path, own, settings)
+                check_exchange(path, own, settings, scratch)
             except BaseException:
-                print(f"while {path.name} was checked:", file=sys.stderr)
+                print(f"while {path.name} was checked in {variant}:", file=sys.stderr)
                 raise

@@ -115,14 +115,6 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
             "batch.batch_size = 32 cannot be shared equally by trainer.num_ranks = 3; 24 or 48 would work",
         ),
         (
-            ["trainer.backend=fsdp", "trainer.lora_rank=8"],
-            "trainer: backend = 'fsdp' trains all parameters in float32, without lora_rank; 'single' would work",
-        ),
-        (
-            ["trainer.backend=fsdp", "trainer.dtype=bfloat16"],
-            "trainer: backend = 'fsdp' trains all parameters in float32, without dtype = 'bfloat16'; 'single' would",
-        ),
-        (
             ["trainer.backend=fsdp", "trainer.num_ranks=64"],
             "batch.batch_size = 32 cannot be shared equally by trainer.num_ranks = 64; 64 would work",
         ),
@@ -132,7 +124,7 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
         ),
         (
             ["trainer.backend=deepspeed", "trainer.lora_rank=8"],
-            "trainer: backend = 'deepspeed' trains all parameters, without lora_rank; 'single' would work",
+            "trainer: backend = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work",
         ),
         (
             ["trainer.backend=deepspeed", "trainer.zero_stage=1"],

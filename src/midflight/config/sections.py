@@ -186,9 +186,6 @@ class TrainerConfig(Section):
     def check_ranks(self) -> TrainerConfig:
         if self.num_ranks > 1 and self.backend == "single":
             raise ValueError(f"num_ranks = {self.num_ranks} needs backend = 'fsdp' or 'deepspeed', and it is 'single'")
-        if self.backend == "fsdp" and (self.dtype != "float32" or self.lora_rank is not None):
-            key = "lora_rank" if self.lora_rank is not None else f"dtype = {self.dtype!r}"
-            raise ValueError(f"backend = 'fsdp' trains all parameters in float32, without {key}; 'single' would work")
         if self.num_ranks > 1 and ":" in self.device:
             raise ValueError(f"device = {self.device!r} is one, and num_ranks = {self.num_ranks}; 'cuda' would work")
         return self
@@ -198,7 +195,7 @@ class TrainerConfig(Section):
         if self.backend != "deepspeed" and self.zero_stage is not None:
             raise ValueError(f"zero_stage is of backend = 'deepspeed', and it is {self.backend!r}")
         if self.backend == "deepspeed" and self.lora_rank is not None:
-            raise ValueError("backend = 'deepspeed' trains all parameters, without lora_rank; 'single' would work")
+            raise ValueError("backend = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work")
         return self
 
     @pydantic.model_validator(mode="after")

@@ -16,6 +16,8 @@ from transformers.utils import logging
 from midflight.errors import ModelError
 from midflight.models.attention import PACKED_ATTENTION
 
+Named = tuple[str, Tensor]
+
 
 def check_model_directory(path: Path, key: str = "model.path") -> None:
     """`key`: of the recipe, where the path is from.
@@ -109,8 +111,12 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def saved_tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Name -> tensor of what the model's files hold: its weights and the buffers that are saved with them."""
+    return weights_of(model) | saved_buffers_of(model)
+
+
+def saved_buffers_of(model: torch.nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers())
-    return weights_of(model) | {name: buffers[name] for name in model.state_dict() if name in buffers}
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 @contextlib.contextmanager

@@ -9,21 +9,23 @@ Source: Hu et al. 2021, LoRA.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from midflight.errors import MissingExtraError, RecipeError
+from midflight.models.loading import Named, weights_of
 
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
 # peft's own names, of files and of what a PeftModel puts before the model's names.
-_WEIGHTS_FILE, _CONFIG_FILE, _PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+ADAPTER_STEM = "adapter_model"
+_CONFIG_FILE, _PEFT_PREFIX = "adapter_config.json", "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ def check_lora(model: Any, settings: LoraSettings) -> None:
 def add_adapter(model: Any, settings: LoraSettings, base: Path) -> None:
     """Put an adapter that changes nothing yet beside every target, and freeze everything else.
 
-    A is random, the same in every process. `base`: where the model is from, for those who load the adapter alone.
+    The adapter is float32 and has its values also where the model is on the meta device. A is random, the same in every
+    process. `base`: where the model is from, for those who load the adapter alone.
     Raises: as `check_lora`.
     """
     peft = _import_peft()
@@ -58,65 +61,64 @@ def add_adapter(model: Any, settings: LoraSettings, base: Path) -> None:
         task_type="CAUSAL_LM",
         inference_mode=False,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        peft.inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():
-        if _ADAPTER in name:
-            parameter.data = parameter.data.float()
+    peft.inject_adapter_in_model(config, model)
+    generator = torch.Generator().manual_seed(0)
+    for layer in [each for each in model.modules() if hasattr(each, "lora_A")]:
+        (a,), (b,) = layer.lora_A.values(), layer.lora_B.values()
+        a.weight, b.weight = (nn.Parameter(torch.zeros(each.weight.shape)) for each in (a, b))
+        nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5), generator=generator)
 
 
 def has_adapter(model: nn.Module) -> bool:
-    return bool(_adapter(model))
+    return bool(adapter_weights(model))
 
 
-def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model that computes the same without adapters, under its names, one after another.
-
-    The base weights themselves stay as they are. What is added to them is added in float32. `whole` makes a tensor out
-    of a parameter, which may be a shard.
-    """
-    for name, parameter in model.named_parameters():
-        layer_name, is_base, kind = name.rpartition(_BASE)
-        if is_base and kind == "weight":
-            yield f"{layer_name}.{kind}", _merged(model.get_submodule(layer_name), whole(parameter), whole)
-        elif is_base:
-            yield f"{layer_name}.{kind}", whole(parameter)
-        elif _ADAPTER not in name:
-            yield name, whole(parameter)
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's parameters, under the names they have in peft's files."""
+    return {
+        _PEFT_PREFIX + name.replace(".default.weight", ".weight"): tensor
+        for name, tensor in weights_of(model).items()
+        if _ADAPTER in name
+    }
 
 
-def save_adapter(model: Any, directory: Path, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
-    """peft's files, as `PeftModel.from_pretrained(base_model, directory)` reads them."""
-    directory.mkdir()
-    weights = {_name_in_file(name): whole(parameter).contiguous() for name, parameter in _adapter(model).items()}
-    save_file(weights, directory / _WEIGHTS_FILE)
+def save_adapter_config(model: Any, directory: Path) -> None:
+    """What `PeftModel.from_pretrained(base_model, directory)` reads beside `adapter_weights` in ADAPTER_STEM's file."""
     config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
     text = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # sets are not JSON
     (directory / _CONFIG_FILE).write_text(text)
 
 
-def load_adapter(directory: Path) -> dict[str, Tensor]:
-    """What `save_adapter` wrote, under the names of the model's parameters."""
-    suffix = ".weight"
-    return {
-        f"{name.removeprefix(_PEFT_PREFIX).removesuffix(suffix)}.default{suffix}": tensor
-        for name, tensor in load_file(directory / _WEIGHTS_FILE).items()
-    }
+def base_name(name: str) -> str | None:
+    """What a parameter is called in the model without adapters; None if it is an adapter's."""
+    return None if _ADAPTER in name else name.replace(_BASE, ".")
 
 
-def _merged(layer: Any, base: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-    (a,), (b,) = layer.lora_A.values(), layer.lora_B.values()
-    change: Tensor = whole(b.weight) @ whole(a.weight) * layer.scaling["default"]
+def merged_weights(model: nn.Module, whole: Callable[[Iterable[Named]], Iterable[Named]] = iter) -> Iterator[Named]:
+    """The weights of the model that computes the same without adapters, under its names, one after another.
+
+    The base weights themselves stay as they are. What is added to them is added in float32. `whole` is given all
+    parameters, which may be shards; it makes tensors out of them, in their order, or none at all.
+    """
+    # A layer's own come first, then A, then B.
+    held: dict[str, Tensor] = {}
+    for name, tensor in whole(weights_of(model).items()):
+        if _BASE in name:
+            held[name.rpartition(".")[2]] = tensor
+        elif f"{_ADAPTER}A" in name:
+            a = tensor
+        elif f"{_ADAPTER}B" in name:
+            layer_name = name.partition(_ADAPTER)[0]
+            held["weight"] = _merged(model.get_submodule(layer_name), held["weight"], a, tensor)
+            yield from ((f"{layer_name}.{kind}", each) for kind, each in held.items())
+            held = {}
+        else:
+            yield name, tensor
+
+
+def _merged(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    change: Tensor = b @ a * layer.scaling["default"]
     return base.to(change.dtype) + (change.t() if layer.fan_in_fan_out else change)
-
-
-def _adapter(model: nn.Module) -> Mapping[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if _ADAPTER in name}
-
-
-def _name_in_file(name: str) -> str:
-    return _PEFT_PREFIX + name.replace(".default.weight", ".weight")
 
 
 def _targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:

@@ -12,15 +12,18 @@ from midflight.errors import ModelError
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers that a Hugging Face model repeats.
-
-    Raises: ModelError if it does not say which they are.
-    """
+    """The layers that a Hugging Face model repeats; none if it does not say which they are."""
     kinds = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
-    if not layers:
-        raise ModelError(f"{type(model).__name__} does not say which modules are its decoder layers")
-    return layers
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def check_layers(model: Any) -> None:
+    """Raises: ModelError if nobody knows what to compute again."""
+    if not decoder_layers(model):
+        raise ModelError(
+            f"trainer.activation_checkpointing: {type(model).__name__} does not say which modules are its decoder"
+            " layers; false would work"
+        )
 
 
 def recompute_layers(model: Any) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from midflight.errors import MissingExtraError
-from midflight.models.loading import load_tokenizer, saved_tensors_of
+from midflight.models.loading import Named, load_tokenizer, saved_tensors_of
 from midflight.protocols import PolicyOutputs, WeightSender
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
 from midflight.trainer.saved_tensors import SavedTensors, save_tensors
@@ -32,8 +32,6 @@ from midflight.weights.slot_file import specs_of
 
 _MODEL, _OPTIMIZER, _VALUE_HEAD, _PROXIMAL = "model", "optimizer", "value_head", "proximal"
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
-
-Named = tuple[str, Tensor]
 
 
 class DeepSpeedTrainer:

@@ -5,17 +5,19 @@ With a dtype of bfloat16 trained parameters are float32 all the same; what is fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from midflight.models.loading import load_model, load_skeleton
-from midflight.models.lora import LoraSettings, add_adapter, check_lora, merged_weights
+from midflight.models.loading import Named, load_model, load_skeleton, weights_of
+from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_adapter, merged_weights
 from midflight.models.policy import PackedPolicy
-from midflight.models.recomputation import decoder_layers, recompute_layers
+from midflight.models.recomputation import check_layers, recompute_layers
+from midflight.types import TensorSpec
+from midflight.weights.slot_file import specs_of
 
 ADAPTER_DIRECTORY = "adapter"  # in a checkpoint; beside config.json transformers would take its files for the model's
 
@@ -55,7 +57,7 @@ def check_policy(path: Path, settings: PolicySettings) -> None:
     if settings.activation_checkpointing or settings.lora:
         model = load_skeleton(path)
         if settings.activation_checkpointing:
-            decoder_layers(model)
+            check_layers(model)
         if settings.lora:
             check_lora(model, settings.lora)
 
@@ -65,11 +67,23 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def published_weights(
-    policy: PackedPolicy, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] = Tensor.detach
-) -> Iterator[tuple[str, Tensor]]:
+    policy: PackedPolicy, dtype: torch.dtype, whole: Callable[[Iterable[Named]], Iterable[Named]] = iter
+) -> Iterator[Named]:
     """What engines sample with, under the names they know; always in the same order, one tensor after another.
 
-    `whole` makes a tensor out of a parameter, which may be a shard.
+    `whole` is given parameters, which may be shards; it makes tensors out of them, in their order, or none at all.
     """
-    for name, tensor in merged_weights(policy.model, whole):
-        yield name, tensor.to(dtype)
+    if has_adapter(policy.model):
+        for name, tensor in merged_weights(policy.model, whole):
+            yield name, tensor.to(dtype)
+    else:
+        yield from whole((name, tensor.to(dtype)) for name, tensor in weights_of(policy.model).items())
+
+
+def published_specs(policy: PackedPolicy, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """The names, shapes and dtype of those."""
+
+    def shapes(tensors: Iterable[Named]) -> Iterator[Named]:
+        return ((name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in tensors)
+
+    return specs_of(dict(published_weights(policy, dtype, shapes)))

@@ -1,4 +1,4 @@
-"""Forward and backward passes in bfloat16 for parameters that are float32.
+"""Forward and backward passes in bfloat16 for parameters that are float32, all of them in one process.
 
 Small steps would be lost in bfloat16, which tells numbers apart that differ by 0.4 percent. So the optimizer works on
 float32 masters, and what is computed is a module of its own whose parameters are copies of them. A cast inside the

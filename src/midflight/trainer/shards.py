@@ -2,7 +2,7 @@
 
 FSDP2 cuts every parameter along its first dimension as `torch.chunk` does: all ranks but the last have as many rows,
 and there may be none left for some. Ranks send what they have padded to that many rows, all parameters of a bucket in
-one piece.
+one piece of bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-DEFAULT_BUCKET_BYTES = 32 << 20
+from midflight.models.loading import Named
 
-Named = tuple[str, Tensor]
+DEFAULT_BUCKET_BYTES = 32 << 20
+_ALIGNMENT_BYTES = 8  # of the largest dtype
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -48,15 +49,16 @@ def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
 
 
 def _buckets(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """In order: all sharded or none, of one dtype, and no more bytes than fit unless it is a single tensor."""
+    """In order: all sharded or none, and no more bytes than fit unless it is a single tensor."""
     bucket: list[Named] = []
-    kind, num_bytes = None, 0
+    num_bytes = 0
     for name, tensor in tensors:
         size = tensor.numel() * tensor.itemsize
-        if bucket and (kind != (type(tensor), tensor.dtype) or num_bytes + size > bucket_bytes):
+        if bucket and (
+            isinstance(tensor, DTensor) != isinstance(bucket[0][1], DTensor) or num_bytes + size > bucket_bytes
+        ):
             yield bucket
             bucket, num_bytes = [], 0
-        kind = type(tensor), tensor.dtype
         bucket.append((name, tensor.detach()))
         num_bytes += size
     if bucket:
@@ -64,18 +66,23 @@ def _buckets(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named
 
 
 def _gather(bucket: Sequence[Named]) -> Iterator[Named]:
-    """Suffixes: R ranks, N elements of one rank's padded rows of all tensors."""
+    """Suffixes: R ranks, N bytes of one rank's padded rows of all tensors, M of one."""
     num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
-    row_sizes = [tensor.numel() // max(len(tensor), 1) for _, tensor in bucket]
-    sizes = [_rows_per_rank(len(tensor), num_ranks) * row for (_, tensor), row in zip(bucket, row_sizes, strict=True)]
-    first = local(bucket[0][1])
-    own_N = first.new_empty(sum(sizes))
-    for (_, tensor), part in zip(bucket, torch.split(own_N, sizes), strict=True):
-        rows = local(tensor).flatten()
+    sizes = [_padded_bytes(tensor, num_ranks) for _, tensor in bucket]
+    aligned = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+    own_N = torch.empty(sum(aligned), dtype=torch.uint8, device=local(bucket[0][1]).device)
+    for (_, tensor), part in zip(bucket, torch.split(own_N, aligned), strict=True):
+        rows = local(tensor).flatten().view(torch.uint8)
         part[: len(rows)].copy_(rows)
-    all_RN = first.new_empty(num_ranks if is_first else 0, len(own_N))
+    all_RN = own_N.new_empty(num_ranks if is_first else 0, len(own_N))
     dist.gather(own_N, list(all_RN.unbind()) if is_first else None, dst=0)
     if not is_first:
         return
-    for (name, tensor), part_RM in zip(bucket, torch.split(all_RN, sizes, dim=1), strict=True):
-        yield name, part_RM.flatten()[: tensor.numel()].view(tensor.shape)
+    for (name, tensor), size, part_RM in zip(bucket, sizes, torch.split(all_RN, aligned, dim=1), strict=True):
+        yield name, part_RM[:, :size].flatten().view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+
+
+def _padded_bytes(tensor: Tensor, num_ranks: int) -> int:
+    """Of one rank's rows."""
+    row_bytes = tensor.numel() // max(len(tensor), 1) * tensor.itemsize
+    return _rows_per_rank(len(tensor), num_ranks) * row_bytes

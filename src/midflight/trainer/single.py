@@ -6,8 +6,10 @@ What it does with tensors holds for sharded ones as well, so that `trainer.fsdp`
 from __future__ import annotations
 
 import collections
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from midflight.models.loading import load_tokenizer, quiet, saved_tensors_of
-from midflight.models.lora import has_adapter, load_adapter, save_adapter
+from midflight.models.loading import Named, load_tokenizer, saved_buffers_of, saved_tensors_of
+from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import PolicyOutputs, WeightSender
 from midflight.trainer.policies import (
@@ -24,13 +26,14 @@ from midflight.trainer.policies import (
     PLAIN_POLICY,
     PolicySettings,
     build_policy,
+    published_specs,
     published_weights,
     trained_parameters,
 )
 from midflight.trainer.precision import ComputedPolicy
-from midflight.trainer.saved_tensors import SavedTensors, save_tensors
+from midflight.trainer.saved_tensors import FILE_BYTES, SavedTensors, save_tensors
 from midflight.trainer.shards import gathered
-from midflight.types import Microbatch
+from midflight.types import Microbatch, TensorSpec
 from midflight.weights.slot_file import specs_of
 
 # What a checkpoint is made of: the stems of its safetensors files.
@@ -65,7 +68,7 @@ class SingleProcessTrainer:
         self._tokenizer = load_tokenizer(self._model_path)
         self._policy = self._build_policy()
         self.model = self._policy.model
-        self._computed = ComputedPolicy(self._policy, self._policy_settings.dtype)
+        self._computed = self._computed_policy()
         self._trained = trained_parameters(self._policy)
         self._optimizer = torch.optim.AdamW(
             self._trained.values(),
@@ -73,17 +76,21 @@ class SingleProcessTrainer:
             weight_decay=self._optimizer_settings.weight_decay,
             fused=True,
         )
-        self._sender.announce([spec for weight in self._published_weights() for spec in specs_of(dict([weight]))])
+        self._sender.announce(self._published_specs())
 
     def _build_policy(self) -> PackedPolicy:
         assert self._rank == 0, "a single process has one rank"
         return build_policy(self._model_path, self._policy_settings).to(self._device)
+
+    def _computed_policy(self) -> ComputedPolicy:
+        return ComputedPolicy(self._policy, self._policy_settings.dtype)
 
     def forward(self, microbatch: Microbatch) -> PolicyOutputs:
         scores, values = self._computed.policy(microbatch)
         return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
     def remember_proximal(self) -> None:
+        self._proximal = None  # frees the one before it first
         computed = trained_parameters(self._computed.policy)
         self._proximal = {name: parameter.detach().clone() for name, parameter in computed.items()}
 
@@ -110,7 +117,7 @@ class SingleProcessTrainer:
         return {"grad_norm": grad_norm, "skipped": 0.0 if finite else 1.0}
 
     def publish_weights(self, version: int) -> None:
-        self._sender.send(version, gathered(self._published_weights()))
+        self._sender.send(version, self._published_weights())
 
     def save(self, directory: Path) -> None:
         """Model and tokenizer as `from_pretrained` reads them; beside them what only training needs.
@@ -118,21 +125,22 @@ class SingleProcessTrainer:
         With an adapter the model is the merged one, as it was published; training goes on from the adapter.
         """
         if has_adapter(self.model):
-            merged = dict(self._published_weights())
-            save_adapter(self.model, directory / ADAPTER_DIRECTORY)
-            with quiet():
-                self.model.save_pretrained(directory, state_dict=merged)
+            self._save_adapter(directory / ADAPTER_DIRECTORY)
+            buffers = saved_buffers_of(self.model)
+            merged = itertools.chain(self._published_weights(), buffers.items())
+            self._write(directory, _MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
         else:
             self._save(directory, _MODEL, saved_tensors_of(self.model))
-            if self._rank == 0:
-                self.model.config.save_pretrained(directory)
-                self.model.generation_config.save_pretrained(directory)
         if self._rank == 0:
+            self.model.config.save_pretrained(directory)
+            self.model.generation_config.save_pretrained(directory)
             self._tokenizer.save_pretrained(directory)
+        # One kind after another: tensors that are not sharded would end a bucket each.
         states = {
-            f"{kind}.{name}": tensor
+            f"{kind}.{name}": self._optimizer.state[parameter][kind]
+            for kind in ("step", "exp_avg", "exp_avg_sq")
             for name, parameter in self._trained.items()
-            for kind, tensor in self._optimizer.state[parameter].items()
+            if parameter in self._optimizer.state
         }
         self._save(directory, _OPTIMIZER, states)
         if self._policy.value_head is not None:
@@ -140,20 +148,33 @@ class SingleProcessTrainer:
         if self._proximal is not None:
             self._save(directory, _PROXIMAL, self._proximal)
 
-    def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
-        whole = gathered(tensors.items())
+    def _save_adapter(self, directory: Path) -> None:
         if self._rank == 0:
-            save_tensors(directory, stem, specs_of(tensors), whole)
+            directory.mkdir()
+            save_adapter_config(self.model, directory)
+        self._save(directory, ADAPTER_STEM, adapter_weights(self.model), file_bytes=sys.maxsize)  # peft reads one file
+
+    def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> None:
+        self._write(directory, stem, specs_of(tensors), gathered(tensors.items()), file_bytes)
+
+    def _write(
+        self,
+        directory: Path,
+        stem: str,
+        specs: Sequence[TensorSpec],
+        whole: Iterable[Named],
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        """Rank 0 writes; the others go through `whole`, which gathers for it."""
+        if self._rank == 0:
+            save_tensors(directory, stem, specs, whole, file_bytes)
         else:
             collections.deque(whole, maxlen=0)
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, on as many ranks as there were then or on others."""
         if has_adapter(self.model):
-            adapter = load_adapter(directory / ADAPTER_DIRECTORY)
-            with torch.no_grad():
-                for name, parameter in trained_parameters(self.model).items():
-                    parameter.copy_(adapter[name])
+            _fill(adapter_weights(self.model), directory / ADAPTER_DIRECTORY, ADAPTER_STEM)
         else:
             _fill(saved_tensors_of(self.model), directory, _MODEL)
         self._computed.refresh()
@@ -175,8 +196,11 @@ class SingleProcessTrainer:
                     of_parameter[kind] = torch.empty_like(self._trained[name], requires_grad=False)
                     saved.fill(of_parameter[kind], key)
 
-    def _published_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return published_weights(self._policy, self._policy_settings.dtype)
+    def _published_weights(self) -> Iterator[Named]:
+        return published_weights(self._policy, self._policy_settings.dtype, gathered)
+
+    def _published_specs(self) -> tuple[TensorSpec, ...]:
+        return published_specs(self._policy, self._policy_settings.dtype)
 
 
 def _fill(tensors: Mapping[str, Tensor], directory: Path, stem: str) -> None:

@@ -11,7 +11,7 @@ demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.smollm2 lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"

@@ -26,7 +26,7 @@ from midflight.trainer.ranks import RankGroup, join_ranks
 from midflight.trainer.shards import gathered
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
 SETTINGS = PolicySettings(temperature=0.8, with_values=True)
@@ -136,7 +136,7 @@ def test_every_family_is_what_an_ordinary_load_makes_of_it(tmp_path: Path) -> No
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=280)[1] for process in processes]
+    errors = [process.communicate(timeout=560)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 

@@ -24,13 +24,12 @@ from midflight.errors import MissingExtraError
 from midflight.models.loading import Named, load_tokenizer, saved_tensors_of
 from midflight.protocols import PolicyOutputs, WeightSender
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
-from midflight.trainer.saved_tensors import SavedTensors, save_tensors
+from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_tensors
 from midflight.trainer.shards import DEFAULT_BUCKET_BYTES
 from midflight.trainer.single import OptimizerSettings
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.slot_file import specs_of
 
-_MODEL, _OPTIMIZER, _VALUE_HEAD, _PROXIMAL = "model", "optimizer", "value_head", "proximal"
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
@@ -176,17 +175,17 @@ class DeepSpeedTrainer:
         model = self._policy.model
         buffers = {name: each for name, each in saved_tensors_of(model).items() if name not in self._published}
         specs = [*self._specs(self._published), *specs_of(buffers)]
-        self._save(directory, _MODEL, specs, itertools.chain(self._masters(self._published), buffers.items()))
+        self._save(directory, MODEL, specs, itertools.chain(self._masters(self._published), buffers.items()))
         if self._rank == 0:
             model.config.save_pretrained(directory)
             model.generation_config.save_pretrained(directory)
             self._tokenizer.save_pretrained(directory)
-        self._save(directory, _OPTIMIZER, *self._states())
+        self._save(directory, OPTIMIZER, *self._states())
         if self._policy.value_head is not None:
             of_head = dict(self._policy.value_head.named_parameters())
-            self._save(directory, _VALUE_HEAD, self._specs(of_head), self._masters(of_head))
+            self._save(directory, VALUE_HEAD, self._specs(of_head), self._masters(of_head))
         if self._proximal is not None:
-            self._save(directory, _PROXIMAL, specs_of(self._proximal), self._proximal.items())
+            self._save(directory, PROXIMAL, specs_of(self._proximal), self._proximal.items())
 
     def _save(self, directory: Path, stem: str, specs: Sequence[TensorSpec], tensors: Iterable[Named]) -> None:
         if self._rank == 0:
@@ -219,14 +218,14 @@ class DeepSpeedTrainer:
         """What any backend saved, on any number of ranks."""
         model = self._policy.model
         buffers = {name: each for name, each in saved_tensors_of(model).items() if name not in self._published}
-        with SavedTensors(directory, _MODEL) as saved:
+        with SavedTensors(directory, MODEL) as saved:
             for name, buffer in buffers.items():
                 saved.fill(buffer, name)
             self._load_masters(saved, self._published)
         if self._policy.value_head is not None:
-            with SavedTensors(directory, _VALUE_HEAD) as saved:
+            with SavedTensors(directory, VALUE_HEAD) as saved:
                 self._load_masters(saved, dict(self._policy.value_head.named_parameters()))
-        with SavedTensors(directory, _OPTIMIZER) as saved:
+        with SavedTensors(directory, OPTIMIZER) as saved:
             steps = [float(saved.read(name)) for name in saved.names if name.startswith(f"{_STEP}.")]
             self._set_num_steps(max(steps, default=0.0))
             for name, parameter in self._parameters.items():
@@ -235,10 +234,10 @@ class DeepSpeedTrainer:
                     if (key := f"{moment}.{name}") in saved.names:
                         saved.fill(whole, key)
                     self._set(parameter, whole, moment)
-        if any(directory.glob(f"{_PROXIMAL}*")):
+        if any(directory.glob(f"{PROXIMAL}*")):
             self.remember_proximal()
             assert self._proximal is not None
-            with SavedTensors(directory, _PROXIMAL) as saved:
+            with SavedTensors(directory, PROXIMAL) as saved:
                 for name, tensor in self._proximal.items():
                     saved.fill(tensor, name)
 

@@ -23,6 +23,9 @@ from midflight.trainer.shards import local, local_rows
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import DTYPES
 
+# What a checkpoint is made of: the stems of its safetensors files.
+MODEL, OPTIMIZER, VALUE_HEAD, PROXIMAL = "model", "optimizer", "value_head", "proximal"
+
 FILE_BYTES = 512 << 20
 
 

@@ -31,13 +31,18 @@ from midflight.trainer.policies import (
     trained_parameters,
 )
 from midflight.trainer.precision import ComputedPolicy
-from midflight.trainer.saved_tensors import FILE_BYTES, SavedTensors, save_tensors
+from midflight.trainer.saved_tensors import (
+    FILE_BYTES,
+    MODEL,
+    OPTIMIZER,
+    PROXIMAL,
+    VALUE_HEAD,
+    SavedTensors,
+    save_tensors,
+)
 from midflight.trainer.shards import gathered
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.slot_file import specs_of
-
-# What a checkpoint is made of: the stems of its safetensors files.
-_MODEL, _OPTIMIZER, _VALUE_HEAD, _PROXIMAL = "model", "optimizer", "value_head", "proximal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,9 @@ class SingleProcessTrainer:
             self._save_adapter(directory / ADAPTER_DIRECTORY)
             buffers = saved_buffers_of(self.model)
             merged = itertools.chain(self._published_weights(), buffers.items())
-            self._write(directory, _MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
+            self._write(directory, MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
         else:
-            self._save(directory, _MODEL, saved_tensors_of(self.model))
+            self._save(directory, MODEL, saved_tensors_of(self.model))
         if self._rank == 0:
             self.model.config.save_pretrained(directory)
             self.model.generation_config.save_pretrained(directory)
@@ -142,11 +147,11 @@ class SingleProcessTrainer:
             for name, parameter in self._trained.items()
             if parameter in self._optimizer.state
         }
-        self._save(directory, _OPTIMIZER, states)
+        self._save(directory, OPTIMIZER, states)
         if self._policy.value_head is not None:
-            self._save(directory, _VALUE_HEAD, self._policy.value_head.state_dict())
+            self._save(directory, VALUE_HEAD, self._policy.value_head.state_dict())
         if self._proximal is not None:
-            self._save(directory, _PROXIMAL, self._proximal)
+            self._save(directory, PROXIMAL, self._proximal)
 
     def _save_adapter(self, directory: Path) -> None:
         if self._rank == 0:
@@ -176,17 +181,17 @@ class SingleProcessTrainer:
         if has_adapter(self.model):
             _fill(adapter_weights(self.model), directory / ADAPTER_DIRECTORY, ADAPTER_STEM)
         else:
-            _fill(saved_tensors_of(self.model), directory, _MODEL)
+            _fill(saved_tensors_of(self.model), directory, MODEL)
         self._computed.refresh()
         if self._policy.value_head is not None:
-            _fill(self._policy.value_head.state_dict(), directory, _VALUE_HEAD)
-        if any(directory.glob(f"{_PROXIMAL}*")):
+            _fill(self._policy.value_head.state_dict(), directory, VALUE_HEAD)
+        if any(directory.glob(f"{PROXIMAL}*")):
             self.remember_proximal()
             assert self._proximal is not None
-            _fill(self._proximal, directory, _PROXIMAL)
+            _fill(self._proximal, directory, PROXIMAL)
         # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
         self._optimizer.state.clear()
-        with SavedTensors(directory, _OPTIMIZER) as saved:
+        with SavedTensors(directory, OPTIMIZER) as saved:
             for key in saved.names:
                 kind, _, name = key.partition(".")
                 of_parameter = self._optimizer.state[self._trained[name]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,11 @@ from hypothesis import settings
 from midflight.testing.redis_server import RedisServer
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+# Whoever is started in the background of a script ignores Ctrl-C, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Wall-clock deadlines fail on a busy machine; derandomized, so that a failure is the same for everybody.
 settings.register_profile("midflight", deadline=None, derandomize=True)

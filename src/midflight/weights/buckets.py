@@ -19,7 +19,7 @@ from torch import Tensor
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out
 
-DEFAULT_BUCKET_BYTES = 4 << 20
+DEFAULT_BUCKET_BYTES = 32 << 20
 # gloo has two threads. With no more than they take up at once, no transfer waits in a queue while its time runs, and
 # the one that fails takes the other with it.
 _NUM_IN_FLIGHT = 2

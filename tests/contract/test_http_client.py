@@ -12,33 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from contract.generating import LONG, drain, requests
 from midflight.errors import GenerationError, GenerationLostError, RequestError, WeightUpdateError
 from midflight.generation.client import HTTPGenerator, ServerLimits
 from midflight.models.loading import weights_of
 from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
-from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
-
-SAMPLING = SamplingParams(24, temperature=0.9, stop_token_ids=(9,))
-LONG = SamplingParams(24)
+from midflight.types import Completion, FinishReason, RolloutId, SamplingParams
 
 
 @pytest.fixture
 def client(server) -> Iterator[HTTPGenerator]:
     with HTTPGenerator(server.url, timeout_s=30, bucket_bytes=4096) as client:
         yield client
-
-
-def requests(num: int, sampling: SamplingParams = SAMPLING, first: int = 0) -> list[GenerationRequest]:
-    prompts = [np.array([2 + index % 3, 5, 6], np.int32) for index in range(num)]
-    return [GenerationRequest(RolloutId(first + i), prompt, sampling, seed=4) for i, prompt in enumerate(prompts)]
-
-
-def drain(generator: Generator) -> dict[int, Completion]:
-    completions: dict[int, Completion] = {}
-    while generator.num_in_flight:
-        completions.update({completion.rollout_id: completion for completion in generator.step()})
-    return completions
 
 
 def assert_same(one: Completion, other: Completion) -> None:

@@ -9,30 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contract.generating import LONG, drain, requests
 from midflight.background import run_in_background
 from midflight.errors import RequestError
 from midflight.generation.client import HTTPGenerator
 from midflight.generation.pool import EnginePool
 from midflight.models.loading import weights_of
-from midflight.protocols import Generator
 from midflight.testing.tiny_models import tiny_engine, tiny_model
-from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+from midflight.types import Completion, FinishReason, RolloutId
 
-SAMPLING = SamplingParams(24, temperature=0.9, stop_token_ids=(9,))
-LONG = SamplingParams(24)
 OLD, NEW = weights_of(tiny_model()), weights_of(tiny_model(seed=1))
-
-
-def requests(num: int, sampling: SamplingParams = SAMPLING, first: int = 0) -> list[GenerationRequest]:
-    prompts = [np.array([2 + index % 3, 5, 6], np.int32) for index in range(num)]
-    return [GenerationRequest(RolloutId(first + i), prompt, sampling, seed=4) for i, prompt in enumerate(prompts)]
-
-
-def drain(generator: Generator) -> dict[int, Completion]:
-    completions: dict[int, Completion] = {}
-    while generator.num_in_flight:
-        completions.update({completion.rollout_id: completion for completion in generator.step()})
-    return completions
 
 
 def pool_of_one() -> EnginePool:

@@ -48,6 +48,11 @@ class Recipe(Section):
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()
 
+    @property
+    def max_length(self) -> int:
+        """Of a prompt and its response, tokens."""
+        return self.engine.max_prompt_tokens + self.sampling.max_tokens
+
     @pydantic.model_validator(mode="after")
     def check_batches(self) -> Recipe:
         batch = self.batch
@@ -66,11 +71,10 @@ class Recipe(Section):
                 f"batch.batch_size = {batch.batch_size} cannot be shared equally by trainer.num_ranks = {num_ranks};"
                 f" {f'{lower} or {lower + step}' if lower else step} would work"
             )
-        longest = self.engine.max_prompt_tokens + self.sampling.max_tokens
-        if batch.max_tokens < longest:
+        if batch.max_tokens < self.max_length:
             raise ValueError(
                 f"batch.max_tokens = {batch.max_tokens} cannot hold one sequence of engine.max_prompt_tokens +"
-                f" sampling.max_tokens = {longest} tokens"
+                f" sampling.max_tokens = {self.max_length} tokens"
             )
         waiting = self.schedule.max_waiting if isinstance(self.schedule, PipelineConfig) else None
         if waiting is not None and waiting < batch.batch_size:

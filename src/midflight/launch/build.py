@@ -275,11 +275,10 @@ def _check_reference(recipe: Recipe) -> None:
         except MidflightError as error:
             raise RecipeError(f"reference.url: {error}") from error
         _check_vocabulary(recipe, f"reference.url: the model of {url}", limits.vocab_size)
-        longest = recipe.engine.max_prompt_tokens + recipe.sampling.max_tokens
-        if limits.max_length < longest:
+        if limits.max_length < recipe.max_length:
             raise RecipeError(
                 f"reference.url: {url} takes sequences of up to {limits.max_length} tokens, and"
-                f" engine.max_prompt_tokens + sampling.max_tokens = {longest}"
+                f" engine.max_prompt_tokens + sampling.max_tokens = {recipe.max_length}"
             )
 
 

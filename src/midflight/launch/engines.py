@@ -234,11 +234,10 @@ def _check_fits(recipe: Recipe, generator: HTTPGenerator) -> None:
             f"its model has a vocabulary of {limits.vocab_size} tokens, and that of model.path = {recipe.model.path}"
             f" has {vocab_size}"
         )
-    longest = recipe.engine.max_prompt_tokens + recipe.sampling.max_tokens
-    if limits.max_length < longest:
+    if limits.max_length < recipe.max_length:
         raise ModelError(
             f"it takes sequences of up to {limits.max_length} tokens, and engine.max_prompt_tokens +"
-            f" sampling.max_tokens = {longest}"
+            f" sampling.max_tokens = {recipe.max_length}"
         )
 
 

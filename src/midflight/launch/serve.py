@@ -45,7 +45,7 @@ def serve_model(recipe: Recipe, announce: Callable[[str], object], retire: Calla
             name=config.model_name or path.name,
             tokenizer=tokenizer,
             vocab_size=model_config.vocab_size,
-            max_length=recipe.engine.max_prompt_tokens + recipe.sampling.max_tokens,
+            max_length=recipe.max_length,
             max_tokens=recipe.sampling.max_tokens,
             max_samples=config.max_samples,
         )

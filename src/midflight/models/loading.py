@@ -78,17 +78,22 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
     return model.eval()  # type: ignore[no-any-return]
 
 
-def load_skeleton(path: Path) -> torch.nn.Module:
+def save_description(model: Any, tokenizer: Any, directory: Path) -> None:
+    """What `from_pretrained` reads besides weights."""
+    for described in (model.config, model.generation_config, tokenizer):
+        described.save_pretrained(directory)
+
+
+def load_skeleton(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model without memory for its weights: for its modules and their names."""
     with _readable(path), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(path))  # type: ignore[no-any-return]
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
 
 
 def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """`load_model` without what its files hold: that is on the meta device, and everything else as it should be."""
-    config = load_config(path)
-    with _readable(path), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    model = load_skeleton(path, dtype)
     if (path / "generation_config.json").is_file():
         with _readable(path):
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)

@@ -5,7 +5,6 @@ A checkpoint is the one a single process writes, not DeepSpeed's: a run goes on 
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 import itertools
 import math
@@ -21,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from midflight.errors import MissingExtraError
-from midflight.models.loading import Named, load_tokenizer, saved_tensors_of
+from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of
 from midflight.protocols import PolicyOutputs, WeightSender
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
-from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_tensors
-from midflight.trainer.shards import DEFAULT_BUCKET_BYTES
+from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_on_first_rank
+from midflight.trainer.shards import DEFAULT_BUCKET_BYTES, in_buckets
 from midflight.trainer.single import OptimizerSettings
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.slot_file import specs_of
@@ -64,7 +63,9 @@ class DeepSpeedTrainer:
         self._policy = build_policy(self._model_path, self._policy_settings).to(self._device)
         self._parameters = dict(self._policy.named_parameters())
         self._published = dict(self._policy.model.named_parameters())
-        self._shapes = {parameter: tuple(parameter.shape) for parameter in self._parameters.values()}
+        self._shapes: dict[Tensor, tuple[int, ...]] = {
+            parameter: tuple(parameter.shape) for parameter in self._parameters.values()
+        }
         unrounded = [each.detach().clone() for each in self._parameters.values()] if self._is_rounded else []
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -124,6 +125,7 @@ class DeepSpeedTrainer:
 
     def remember_proximal(self) -> None:
         assert self._zero_stage == 2, "no rank has the whole policy"
+        self._proximal = None  # frees the one before it first
         self._proximal = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
@@ -151,35 +153,23 @@ class DeepSpeedTrainer:
         self._sender.send(version, self._published_weights())
 
     def _published_weights(self) -> Iterator[Named]:
-        for bucket in self._buckets(self._published):
+        def num_bytes(parameter: Tensor) -> int:
+            """Of the whole of it; a rank may have no part."""
+            return math.prod(self._shapes[parameter]) * parameter.itemsize
+
+        for bucket in in_buckets(self._published.items(), DEFAULT_BUCKET_BYTES, num_bytes):
             with self._deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
                 for name, parameter in bucket:
                     yield name, parameter.detach().to(self._policy_settings.dtype)
 
-    def _buckets(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """In order, of no more bytes than fit unless it is a single one."""
-        bucket: list[tuple[str, nn.Parameter]] = []
-        num_bytes = 0
-        for name, parameter in parameters.items():
-            size = math.prod(self._shapes[parameter]) * parameter.itemsize
-            if bucket and num_bytes + size > DEFAULT_BUCKET_BYTES:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append((name, parameter))
-            num_bytes += size
-        if bucket:
-            yield bucket
-
     def save(self, directory: Path) -> None:
         """The files that a single process writes, from the masters."""
         model = self._policy.model
-        buffers = {name: each for name, each in saved_tensors_of(model).items() if name not in self._published}
+        buffers = saved_buffers_of(model)
         specs = [*self._specs(self._published), *specs_of(buffers)]
         self._save(directory, MODEL, specs, itertools.chain(self._masters(self._published), buffers.items()))
         if self._rank == 0:
-            model.config.save_pretrained(directory)
-            model.generation_config.save_pretrained(directory)
-            self._tokenizer.save_pretrained(directory)
+            save_description(model, self._tokenizer, directory)
         self._save(directory, OPTIMIZER, *self._states())
         if self._policy.value_head is not None:
             of_head = dict(self._policy.value_head.named_parameters())
@@ -188,10 +178,7 @@ class DeepSpeedTrainer:
             self._save(directory, PROXIMAL, specs_of(self._proximal), self._proximal.items())
 
     def _save(self, directory: Path, stem: str, specs: Sequence[TensorSpec], tensors: Iterable[Named]) -> None:
-        if self._rank == 0:
-            save_tensors(directory, stem, specs, tensors)
-        else:
-            collections.deque(tensors, maxlen=0)  # gathering is a collective
+        save_on_first_rank(self._rank, directory, stem, specs, tensors)
 
     def _masters(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[Named]:
         for name, parameter in parameters.items():
@@ -216,10 +203,8 @@ class DeepSpeedTrainer:
 
     def load(self, directory: Path) -> None:
         """What any backend saved, on any number of ranks."""
-        model = self._policy.model
-        buffers = {name: each for name, each in saved_tensors_of(model).items() if name not in self._published}
         with SavedTensors(directory, MODEL) as saved:
-            for name, buffer in buffers.items():
+            for name, buffer in saved_buffers_of(self._policy.model).items():
                 saved.fill(buffer, name)
             self._load_masters(saved, self._published)
         if self._policy.value_head is not None:

@@ -24,7 +24,7 @@ from midflight.models.recomputation import decoder_layers
 from midflight.protocols import PolicyOutputs, WeightSender
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
 from midflight.trainer.precision import ComputedPolicy
-from midflight.trainer.saved_tensors import SavedTensors
+from midflight.trainer.saved_tensors import MODEL, SavedTensors
 from midflight.trainer.shards import local
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch
@@ -49,7 +49,7 @@ class ShardedTrainer(SingleProcessTrainer):
         """Each rank reads only its rows, unless the model's files name its parameters differently than it does."""
         policy = build_policy(self._model_path, self._policy_settings, empty_model)
         try:
-            with SavedTensors(self._model_path, "model") as saved:
+            with SavedTensors(self._model_path, MODEL) as saved:
                 if saved.names >= _read_from_files(policy).keys():
                     return self._filled(self._sharded(policy), saved)
         except CheckpointError:

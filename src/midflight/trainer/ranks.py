@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from midflight.weights.process_group import reason_of_gloo
 
 # Ranks wait for each other while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -112,7 +113,7 @@ def join_ranks(
     except RuntimeError as error:
         # Gloo has no errors of its own.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise ConnectionError(f"rank {rank} lost another one: {_reason(error)}") from error
+            raise ConnectionError(f"rank {rank} lost another one: {reason_of_gloo(error)}") from error
         raise
     finally:
         if dist.is_initialized():
@@ -127,8 +128,3 @@ def _give_back_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-
-
-def _reason(error: RuntimeError) -> str:
-    """The first sentence, without the source file that gloo puts in front."""
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
@@ -51,6 +52,21 @@ def save_tensors(
         weight_map = {spec.name: name for name, members in zip(names, files, strict=True) for spec in members}
         index = {"metadata": {"total_size": sum(map(_num_bytes, specs))}, "weight_map": weight_map}
         (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_on_first_rank(
+    rank: int,
+    directory: Path,
+    stem: str,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, Tensor]],
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """`save_tensors` on rank 0; the others go through `tensors`, which are gathered for it."""
+    if rank == 0:
+        save_tensors(directory, stem, specs, tensors, file_bytes)
+    else:
+        collections.deque(tensors, maxlen=0)
 
 
 def _files(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:

@@ -7,7 +7,7 @@ one piece of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,8 @@ def gathered(tensors: Iterable[Named], bucket_bytes: int = DEFAULT_BUCKET_BYTES)
 
     In memory at a time: one bucket, or one larger tensor.
     """
-    for bucket in _buckets(tensors, bucket_bytes):
+    detached = ((name, tensor.detach()) for name, tensor in tensors)
+    for bucket in in_buckets(detached, bucket_bytes):
         yield from _gather(bucket) if isinstance(bucket[0][1], DTensor) else bucket
 
 
@@ -48,19 +49,23 @@ def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
     return -(-num_rows // num_ranks)
 
 
-def _buckets(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def in_buckets(
+    tensors: Iterable[Named], bucket_bytes: int, num_bytes: Callable[[Tensor], int] = _bytes_of
+) -> Iterator[list[Named]]:
     """In order: all sharded or none, and no more bytes than fit unless it is a single tensor."""
     bucket: list[Named] = []
-    num_bytes = 0
+    used = 0
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.itemsize
-        if bucket and (
-            isinstance(tensor, DTensor) != isinstance(bucket[0][1], DTensor) or num_bytes + size > bucket_bytes
-        ):
+        size = num_bytes(tensor)
+        if bucket and (isinstance(tensor, DTensor) != isinstance(bucket[0][1], DTensor) or used + size > bucket_bytes):
             yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append((name, tensor.detach()))
-        num_bytes += size
+            bucket, used = [], 0
+        bucket.append((name, tensor))
+        used += size
     if bucket:
         yield bucket
 

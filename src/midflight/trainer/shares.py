@@ -38,10 +38,12 @@ class ShareResult:
     peak_memory_bytes: int
 
 
+_CODEC = Codec(ShareResult)
+
+
 def of_all_ranks(own: ShareResult, ranks: Ranks) -> tuple[float, PolicySums, list[int]]:
     """The batch's loss, its sums, and the peak memory of each rank; a collective."""
-    codec = Codec(ShareResult)
-    results = [codec.decode(message) for message in ranks.gather(codec.encode(own))]
+    results = [_CODEC.decode(message) for message in ranks.gather(_CODEC.encode(own))]
     return (
         sum(each.loss for each in results),
         PolicySums.of_all([each.policy for each in results]),

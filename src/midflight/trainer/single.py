@@ -5,11 +5,10 @@ What it does with tensors holds for sharded ones as well, so that `trainer.fsdp`
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from midflight.models.loading import Named, load_tokenizer, saved_buffers_of, saved_tensors_of
+from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of, saved_tensors_of
 from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import PolicyOutputs, WeightSender
@@ -38,7 +37,7 @@ from midflight.trainer.saved_tensors import (
     PROXIMAL,
     VALUE_HEAD,
     SavedTensors,
-    save_tensors,
+    save_on_first_rank,
 )
 from midflight.trainer.shards import gathered
 from midflight.types import Microbatch, TensorSpec
@@ -133,13 +132,11 @@ class SingleProcessTrainer:
             self._save_adapter(directory / ADAPTER_DIRECTORY)
             buffers = saved_buffers_of(self.model)
             merged = itertools.chain(self._published_weights(), buffers.items())
-            self._write(directory, MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
+            save_on_first_rank(self._rank, directory, MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
         else:
             self._save(directory, MODEL, saved_tensors_of(self.model))
         if self._rank == 0:
-            self.model.config.save_pretrained(directory)
-            self.model.generation_config.save_pretrained(directory)
-            self._tokenizer.save_pretrained(directory)
+            save_description(self.model, self._tokenizer, directory)
         # One kind after another: tensors that are not sharded would end a bucket each.
         states = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
@@ -160,21 +157,8 @@ class SingleProcessTrainer:
         self._save(directory, ADAPTER_STEM, adapter_weights(self.model), file_bytes=sys.maxsize)  # peft reads one file
 
     def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> None:
-        self._write(directory, stem, specs_of(tensors), gathered(tensors.items()), file_bytes)
-
-    def _write(
-        self,
-        directory: Path,
-        stem: str,
-        specs: Sequence[TensorSpec],
-        whole: Iterable[Named],
-        file_bytes: int = FILE_BYTES,
-    ) -> None:
-        """Rank 0 writes; the others go through `whole`, which gathers for it."""
-        if self._rank == 0:
-            save_tensors(directory, stem, specs, whole, file_bytes)
-        else:
-            collections.deque(whole, maxlen=0)
+        whole = gathered(tensors.items())
+        save_on_first_rank(self._rank, directory, stem, specs_of(tensors), whole, file_bytes)
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, on as many ranks as there were then or on others."""

@@ -100,7 +100,9 @@ class ProcessGroupReceiver:
             self._store.set(self._key, _READY)
             self._group: Any = _process_group(self._store, invitation)
         except (OSError, RuntimeError) as error:
-            raise WeightUpdateError(f"rank {invitation.rank} cannot join {address}:{port}: {_reason(error)}") from error
+            raise WeightUpdateError(
+                f"rank {invitation.rank} cannot join {address}:{port}: {reason_of_gloo(error)}"
+            ) from error
 
     def receive(self, announcement: Announcement) -> dict[str, Tensor]:
         """The announced tensors; they are the caller's until the next `receive`.
@@ -114,7 +116,9 @@ class ProcessGroupReceiver:
             broadcast_all(self._group, places, len(buckets), self._timeout_s)
         except RuntimeError as error:
             self.close()
-            raise WeightUpdateError(f"version {announcement.version} did not arrive: {_reason(error)}") from error
+            raise WeightUpdateError(
+                f"version {announcement.version} did not arrive: {reason_of_gloo(error)}"
+            ) from error
         return {
             name: view
             for layout, place in zip(buckets, places, strict=True)
@@ -180,7 +184,7 @@ class ProcessGroupSender:
             self._results(answers)
         except RuntimeError as error:
             self.close()
-            raise WeightUpdateError(f"the group did not come together: {_reason(error)}") from error
+            raise WeightUpdateError(f"the group did not come together: {reason_of_gloo(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -206,7 +210,7 @@ class ProcessGroupSender:
             return self._results(answers)
         except RuntimeError as error:
             self.close()
-            raise WeightUpdateError(f"version {version} was not sent: {_reason(error)}") from error
+            raise WeightUpdateError(f"version {version} was not sent: {reason_of_gloo(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -275,6 +279,6 @@ def _process_group(store: TCPStore, invitation: Invitation) -> Any:
     return dist.ProcessGroupGloo(store, invitation.rank, invitation.world_size, gloo)
 
 
-def _reason(error: Exception) -> str:
+def reason_of_gloo(error: Exception) -> str:
     """The first sentence, without the source file that gloo puts in front."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

@@ -21,6 +21,7 @@ from midflight.models.loading import load_model, load_tokenizer
 from midflight.streams.codec import SCHEMA_VERSION
 from midflight.trainer.checkpoints import TrainerState, save_checkpoint
 from midflight.types import (
+    ActorCheckpoint,
     ActorState,
     ChosenBatch,
     GeneratedTokens,
@@ -83,16 +84,22 @@ def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:
     save_checkpoint(run.checkpoints, state, save_model, keep=2)
 
 
+def resumed(run: RunDirectory, recipe: Recipe) -> tuple[list[str], ActorCheckpoint]:
+    """What the user is told, and where the actor goes on."""
+    said: list[str] = []
+    prepare_to_resume(run, recipe, said.append)
+    restored = actor_checkpoint(run, recipe)
+    assert restored
+    return said, restored
+
+
 def test_a_stream_without_its_end_goes_on_where_training_is(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     append_batches(run, recipe, range(3))
     save_step(run, recipe, 5)
     save_partials(run, actor_after(6), [1, 2, 3])  # of a batch that is lost, and was not trained on
-    said: list[str] = []
-    prepare_to_resume(run, recipe, said.append)
+    said, restored = resumed(run, recipe)
     assert said == ["the stream of batches has lost records around 5; it goes on there"]
-    restored = actor_checkpoint(run, recipe)
-    assert restored
     assert restored.state == actor_after(5)
     assert restored.rollouts == [], "its group was not open then"
     append_batches(run, recipe, [5])
@@ -102,9 +109,7 @@ def test_what_was_generated_for_groups_that_are_still_open_is_kept(tmp_path: Pat
     run, recipe = a_run(tmp_path)
     save_step(run, recipe, 5)
     save_partials(run, replace(actor_after(4), open_group_ids=[GroupId(10)]), [1, 2, 3])
-    prepare_to_resume(run, recipe, lambda text: None)
-    restored = actor_checkpoint(run, recipe)
-    assert restored
+    _, restored = resumed(run, recipe)
     assert [rollout.generated.token_ids.tolist() for rollout in restored.rollouts] == [[1, 2, 3]]
 
 
@@ -112,9 +117,8 @@ def test_a_stream_that_is_whole_stays_as_it_is(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     append_batches(run, recipe, range(7))
     save_step(run, recipe, 5)
-    prepare_to_resume(run, recipe, pytest.fail)
-    restored = actor_checkpoint(run, recipe)
-    assert restored
+    said, restored = resumed(run, recipe)
+    assert said == []
     assert restored.state == actor_after(7)
 
 
@@ -125,11 +129,8 @@ def test_groups_are_not_made_into_batches_again(tmp_path: Path) -> None:
     with closing(open_groups(run, recipe)) as groups:
         for index in range(4):
             groups.append(chosen(index))
-    said: list[str] = []
-    prepare_to_resume(run, recipe, said.append)
+    said, restored = resumed(run, recipe)
     assert said == ["the stream of groups has lost records around 6; it goes on there"]
-    restored = actor_checkpoint(run, recipe)
-    assert restored
     assert restored.state == actor_after(6)
 
 
@@ -142,11 +143,8 @@ def test_batches_that_only_one_stream_had_are_made_again(tmp_path: Path) -> None
         for index in range(9):
             groups.append(chosen(index))
         groups.trim(8)
-    said: list[str] = []
-    prepare_to_resume(run, recipe, said.append)
+    said, restored = resumed(run, recipe)
     assert said == ["the stream of groups has lost records around 6; it goes on there"]
-    restored = actor_checkpoint(run, recipe)
-    assert restored
     assert restored.state == actor_after(6)
     with closing(open_groups(run, recipe)) as groups:
         assert groups.append(chosen(6)) == 6

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from midflight.cli_bench import Json, bench_app
-from midflight.config import describe_recipe, dump_recipe, load_recipe
+from midflight.config import describe_recipe, dump_toml, load_recipe
 from midflight.errors import MidflightError, RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -170,7 +170,7 @@ def compare(
 @config_app.command()
 def show(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
     """The resolved recipe, defaults included."""
-    print(dump_recipe(load_recipe(recipe_path, overrides or [])))
+    print(dump_toml(load_recipe(recipe_path, overrides or [])))
 
 
 @config_app.command()

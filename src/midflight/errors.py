@@ -2,6 +2,7 @@
 
 MidflightError
 ├── RecipeError          the input was wrong: which key, what would work            exit code 2
+├── ScenarioError        a scenario that cannot be: which field, what would work    exit code 2
 ├── RunDirectoryError    the run directory cannot be used as asked                  exit code 2
 ├── ModelError           the model directory or its tokenizer does not fit          exit code 2
 ├── RequestError         a generation request that cannot be served, and which number is wrong
@@ -27,6 +28,10 @@ class MidflightError(Exception):
 
 
 class RecipeError(MidflightError):
+    exit_code = 2
+
+
+class ScenarioError(MidflightError):
     exit_code = 2
 
 

@@ -18,8 +18,8 @@ from midflight.launch.build import (
     build_engine,
     build_learning_rates,
     build_preprocessing,
-    build_schedule,
     build_trainer,
+    recipe_schedule,
 )
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
@@ -97,7 +97,7 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     backend = build_trainer(recipe, weights)
     backend.init(rank=0)
     backend.publish_weights(0)
-    schedule, tokenizer = build_schedule(recipe), load_tokenizer(recipe.model.path)
+    schedule, tokenizer = recipe_schedule(recipe), load_tokenizer(recipe.model.path)
     engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
     environment = build_environment(recipe)
     actor_config = build_actor_config(recipe, tokenizer)

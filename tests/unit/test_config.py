@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import describe_recipe, dump_recipe, load_recipe
+from midflight.config import describe_recipe, dump_toml, load_recipe
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import RecipeError
 
@@ -214,7 +214,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_a_dumped_recipe_is_the_same_recipe(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["trainer.max_seconds=3.5", "task.options={seed = 3, names = ['a']}"])
     copy = recipe_file.with_name("copy.toml")
-    copy.write_text(dump_recipe(recipe))
+    copy.write_text(dump_toml(recipe))
     assert load_recipe(copy) == recipe
 
 

@@ -2,10 +2,12 @@
 
 A recipe is TOML; `section.key=value` on the command line overrides it. Relative paths are relative to the recipe's
 directory in a recipe, and to the working directory on the command line. `[schedule]`, `[loss]` and `[task]` start
-afresh when the command line changes their type: what was set of them before belongs to the old type.
+afresh when the command line changes their type: what was set of them before belongs to the old type. Scenarios, which
+are simulated, are files of the same form.
 """
 
-from midflight.config.files import describe_recipe, dump_recipe, load_recipe
+from midflight.config.files import describe_recipe, describe_scenario, dump_toml, load_recipe, load_scenario
 from midflight.config.recipe import Recipe
+from midflight.config.scenario import Scenario
 
-__all__ = ["Recipe", "describe_recipe", "dump_recipe", "load_recipe"]
+__all__ = ["Recipe", "Scenario", "describe_recipe", "describe_scenario", "dump_toml", "load_recipe", "load_scenario"]

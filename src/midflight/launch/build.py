@@ -15,19 +15,13 @@ from torch import Tensor
 from midflight.actor.actor import ActorConfig
 from midflight.actor.grading_pool import GradingPool
 from midflight.config import Recipe
-from midflight.config.schedules import (
-    AprilConfig,
-    BoundedConfig,
-    ConventionalConfig,
-    OneStepOffConfig,
-    PipelineConfig,
-)
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
 from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
+from midflight.launch.schedules import build_schedule
 from midflight.launch.streams import check_streams
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer
 from midflight.models.lora import LoraSettings
@@ -35,10 +29,6 @@ from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
 from midflight.protocols import Environment, Reference, Schedule, TrainerBackend, WeightSender
-from midflight.schedules.april import AprilSchedule
-from midflight.schedules.bounded import BoundedSchedule
-from midflight.schedules.conventional import ConventionalSchedule
-from midflight.schedules.pipeline import PipelineSchedule
 from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
 from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.learning_rates import LearningRates
@@ -52,22 +42,11 @@ _NUM_TOKENIZER_SAMPLES = 64
 _ONE_RANK = OneRank()
 
 
-def build_schedule(recipe: Recipe) -> Schedule:
-    config, batch_size, group_size = recipe.schedule, recipe.batch.batch_size, recipe.batch.group_size
-    match config:
-        case PipelineConfig():
-            max_waiting = config.max_waiting or batch_size
-            return PipelineSchedule(batch_size, config.num_in_flight, max_waiting, config.max_lag, config.when_full)
-        case ConventionalConfig():
-            return ConventionalSchedule(batch_size, config.steps_per_rl_step, config.num_in_flight, recipe.run.seed)
-        case AprilConfig():
-            return AprilSchedule(
-                batch_size, group_size, config.over_sampling, config.max_versions, config.num_in_flight
-            )
-        case BoundedConfig():
-            return BoundedSchedule(batch_size, config.max_lag, config.updates, config.num_in_flight)
-        case OneStepOffConfig():
-            return BoundedSchedule(batch_size, max_lag=1, updates="boundary", num_in_flight=config.num_in_flight)
+def recipe_schedule(recipe: Recipe) -> Schedule:
+    batch = recipe.batch
+    return build_schedule(
+        recipe.schedule, batch_size=batch.batch_size, group_size=batch.group_size, seed=recipe.run.seed
+    )
 
 
 def build_actor_config(recipe: Recipe, tokenizer: Any) -> ActorConfig:

@@ -23,7 +23,7 @@ from midflight.config import Recipe
 from midflight.errors import MidflightError, ModelError, RequestError
 from midflight.generation.client import TOKEN_VARIABLE, HTTPGenerator
 from midflight.generation.pool import EnginePool, PoolHooks
-from midflight.launch.build import build_engine, build_schedule
+from midflight.launch.build import build_engine, recipe_schedule
 from midflight.launch.engine_registry import Entry, read_entries
 from midflight.launch.run_directory import RunDirectory
 from midflight.models.loading import load_config
@@ -50,7 +50,7 @@ def open_generator(
     """What generates for a run: an engine in this process, or the servers that join. `note` is for the user."""
     if recipe.engine.type == "http":
         return _pool(recipe, run, version, weights, note)
-    config, num_rows = load_config(recipe.model.path), build_schedule(recipe).max_in_flight
+    config, num_rows = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
     return nullcontext(build_engine(recipe, config, weights, num_rows=num_rows, version=version))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from midflight.config import Recipe, dump_recipe, load_recipe
+from midflight.config import Recipe, dump_toml, load_recipe
 from midflight.errors import RecipeError, RunDirectoryError
 
 _STOP_TIMEOUT_S = 60.0  # a worker may be at a long optimizer step, or at a checkpoint
@@ -147,7 +147,7 @@ def create_run(recipe: Recipe) -> RunDirectory:
         for directory in (run.checkpoints, run.batches.parent, run.path / "logs"):
             directory.mkdir(parents=True, exist_ok=True)
         run._identity.write_text(f"{uuid.uuid4().hex}\n")
-        run.config.write_text(dump_recipe(recipe.model_copy(update={"run": _at(recipe, path)})))
+        run.config.write_text(dump_toml(recipe.model_copy(update={"run": _at(recipe, path)})))
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {path}: {error.strerror}") from error
     return run

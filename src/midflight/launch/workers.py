@@ -16,10 +16,10 @@ from midflight.launch.build import (
     build_grader,
     build_learning_rates,
     build_preprocessing,
-    build_schedule,
     build_trainer,
     join_training,
     num_threads,
+    recipe_schedule,
     trainer_device,
 )
 from midflight.launch.engines import has_engine, is_settled, open_generator
@@ -47,7 +47,7 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     recipe, run = context.recipe, context.run
     config = recipe.trainer
     if config.threads is None:
-        torch.set_num_threads(max(1, num_threads(None, build_schedule(recipe).colocated) // config.num_ranks))
+        torch.set_num_threads(max(1, num_threads(None, recipe_schedule(recipe).colocated) // config.num_ranks))
     else:
         torch.set_num_threads(config.threads)
     torch.manual_seed(recipe.run.seed)
@@ -101,7 +101,7 @@ def _resume(backend: TrainerBackend, ranks: Ranks, context: WorkerContext) -> Tr
 
 def rollout_body(context: WorkerContext) -> None:
     recipe, run = context.recipe, context.run
-    schedule = build_schedule(recipe)
+    schedule = recipe_schedule(recipe)
     torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
     receiver = open_receiver(recipe, run, context.weights_path)
     _wait_for_weights(receiver, 0, context)

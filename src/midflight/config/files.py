@@ -74,8 +74,10 @@ class FileKind(Generic[Document]):
         """A section that sets keys but no `type` has the default one."""
         for section, field in self.model.model_fields.items():
             kinds = self._kinds(section)
+            if not kinds:
+                continue
             table = values.get(section) if field.default is None else values.setdefault(section, {})
-            if kinds and isinstance(table, dict):
+            if isinstance(table, dict):
                 table.setdefault("type", next(iter(kinds)) if field.default is None else field.default.type)
 
     def _apply_override(self, values: dict[str, Any], override: str) -> None:

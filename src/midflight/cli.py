@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from midflight.cli_bench import Json, bench_app
-from midflight.config import describe_recipe, dump_toml, load_recipe
+from midflight.cli_sim import plan
+from midflight.config import describe_recipe, describe_scenario, dump_toml, load_recipe
 from midflight.errors import MidflightError, RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -23,6 +24,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at recipes without run
 app.add_typer(config_app, name="config")
 
 app.add_typer(bench_app, name="bench")
+app.command()(plan)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")]
@@ -183,9 +185,11 @@ def check(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
 
 
 @config_app.command()
-def keys() -> None:
+def keys(
+    scenario: Annotated[bool, typer.Option("--scenario", help="of scenarios, instead of recipes")] = False,
+) -> None:
     """Every recipe key with its type, default and meaning."""
-    for key, kind, default, description in describe_recipe():
+    for key, kind, default, description in describe_scenario() if scenario else describe_recipe():
         print(
             f"{key}  ({kind}, default {default})\n    {description}"
             if description

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from midflight.errors import RunDirectoryError
-from midflight.launch.report import COLORS, labels_of, load_pyplot, smoothed, steps_of, style_axis
+from midflight.launch.report import labels_of, smoothed, steps_of
 from midflight.launch.summary import mean_by_lag
 from midflight.metrics.jsonl import MetricsLine
 from midflight.metrics.segments import LAG_EDGES, LAG_LABELS, NUM_POSITIONS
+from midflight.plotting import COLORS, load_pyplot, style_axis
 
 _MIDDLES = [100 * (index + 0.5) / NUM_POSITIONS for index in range(NUM_POSITIONS)]  # of the tenths, in %
 

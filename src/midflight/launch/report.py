@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from midflight.errors import MissingExtraError, RunDirectoryError
+from midflight.errors import RunDirectoryError
 from midflight.launch.run_directory import RunDirectory
 from midflight.metrics.jsonl import MetricsLine, read_metrics
+from midflight.plotting import COLORS, load_pyplot, style_axis
 
-# Okabe and Ito's palette: distinguishable with any color vision.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SMOOTHED_OVER = 1 / 12  # of the run
 
 
@@ -61,23 +60,6 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
-
-
-def load_pyplot() -> Any:
-    """matplotlib's, drawing into files only. Raises: MissingExtraError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "plot") from error
-    return pyplot
-
-
-def style_axis(axis: Any) -> None:
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _summary(directory: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from midflight.sim.lengths import (
     two_point,
     uniform,
 )
+from midflight.sim.workload import Workload
 from midflight.trainer.checkpoints import load_state, newest_checkpoint
 
 
@@ -43,6 +44,32 @@ def scenario_schedule(scenario: Scenario) -> Schedule:
     batch = scenario.batch
     return build_schedule(
         scenario.schedule, batch_size=batch.batch_size, group_size=batch.group_size, seed=scenario.simulation.seed
+    )
+
+
+def build_workload(scenario: Scenario, colocated: bool) -> Workload:
+    """What the formulas take; `colocated` as it is for schedules that take turns.
+
+    Raises: ScenarioError naming the key that cannot be; RunDirectoryError for a run without responses.
+    """
+    decode, section = scenario.decode, "decode"
+    training, delays = scenario.training, scenario.delays
+    if colocated:
+        if scenario.colocated_decode:
+            decode, section = scenario.colocated_decode, "colocated_decode"
+        training, delays = scenario.colocated_training or training, scenario.colocated_delays or delays
+    return Workload(
+        num_gpus=scenario.cluster.num_gpus,
+        batch_size=scenario.batch.batch_size,
+        lengths=build_lengths(scenario.lengths).distribution,
+        step_cost=build_step_cost(decode, section),
+        train_time_per_token=training.time_per_token,
+        train_time_per_step=training.time_per_step,
+        gpus_per_engine=1 if isinstance(decode, PaperDecodeConfig) else decode.gpus_per_engine,
+        transfer=delays.transfer,
+        preprocess=delays.preprocess,
+        update_pause=delays.update_pause,
+        handover_pause=delays.handover_pause,
     )
 
 

@@ -1,0 +1,69 @@
+"""A scenario -> how to split its GPUs. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from midflight.config import Scenario
+from midflight.config.schedules import ConventionalConfig, OneStepOffConfig, PipelineConfig
+from midflight.errors import ScenarioError
+from midflight.launch.scenarios import build_workload
+from midflight.sim.analytic import Estimate, conventional, one_step_off, pipeline
+from midflight.sim.planner import Goal, Plan, make_plan
+from midflight.sim.search import LagKind, search_space
+from midflight.sim.steady import Queue
+
+
+def plan_scenario(scenario: Scenario, goal: Goal, lag: LagKind, max_in_flight: int | None = None) -> Plan:
+    """Its own split, if it has one, stands beside what is planned.
+
+    Raises: ScenarioError naming the key or the bound that cannot be.
+    """
+    if scenario.batch.filter_rate:
+        raise ScenarioError(
+            f"batch.filter_rate = {scenario.batch.filter_rate:g}: the formulas know no dynamic sampling; 0 would work,"
+            " or `midflight simulate`"
+        )
+    workload = build_workload(scenario, colocated=False)
+    space = replace(search_space(workload, _queue(scenario), max_in_flight), lag=lag)
+    plan = make_plan(workload, build_workload(scenario, colocated=True), goal, space, estimate_scenario(scenario))
+    return replace(plan, notes=(*plan.notes, *_left_out(scenario)))
+
+
+def estimate_scenario(scenario: Scenario) -> Estimate | None:
+    """What the formulas say about the scenario's own schedule and split; None if it has no split, or they say nothing.
+
+    Raises: ScenarioError naming the key that cannot be.
+    """
+    schedule, num_engines = scenario.schedule, scenario.cluster.num_engines
+    match schedule:
+        case ConventionalConfig(num_in_flight=None):
+            return conventional(build_workload(scenario, colocated=True), schedule.steps_per_rl_step)
+        case OneStepOffConfig(num_in_flight=None) if num_engines:
+            return one_step_off(build_workload(scenario, colocated=False), 1, num_engines)
+        case PipelineConfig(max_lag=None) if num_engines:
+            queue = _queue(scenario)
+            workload = build_workload(scenario, colocated=False)
+            return pipeline(workload, schedule.num_in_flight, num_engines, queue.max_waiting, queue.when_full)
+    return None
+
+
+def _queue(scenario: Scenario) -> Queue:
+    """What the pipeline has if nothing else is set: room for a batch."""
+    match scenario.schedule:
+        case PipelineConfig(max_waiting=max_waiting, when_full=when_full):
+            return Queue(max_waiting or scenario.batch.batch_size, when_full)
+    return Queue(scenario.batch.batch_size)
+
+
+def _left_out(scenario: Scenario) -> list[str]:
+    """What the scenario has and the formulas have not."""
+    notes: list[str] = []
+    if scenario.batch.group_size > 1:
+        notes.append(
+            f"rollouts wait for the slowest of their group of {scenario.batch.group_size}, which is not in these"
+            " figures; `midflight simulate` has it"
+        )
+    if scenario.failures.mean_time_between:
+        notes.append("engines that fail are not in these figures; `midflight simulate` has them")
+    return notes

@@ -52,7 +52,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "as_written": _choice_json(plan.as_written),
         "one_step_off": _estimate_json(plan.one_step_off) if plan.one_step_off else None,
         "first_win": plan.first_win,
-        "crossover": _finite(plan.crossover),
+        "crossover": plan.crossover,
         "front": [_choice_json(row) for row in plan.rows],
         "curve": {
             "max_lag": plan.curve.lags.tolist(),
@@ -78,7 +78,7 @@ def _cells(name: str, estimate: Estimate, max_lag: float) -> str:
 
 
 def _crossover_line(plan: Plan) -> str:
-    formula = f" ({plan.crossover:.1f} by the formula for low lags)" if math.isfinite(plan.crossover) else ""
+    formula = f" ({plan.crossover:.1f} by the formula for low lags)" if plan.crossover is not None else ""
     if plan.first_win is None:
         return f"the pipeline is nowhere known to be faster than conventional RL at the same max lag{formula}"
     return f"the pipeline is faster than conventional RL from a max lag of {plan.first_win} on{formula}"

@@ -66,7 +66,7 @@ class Plan:
     largest_gain: Choice | None  # over conventional RL, within the bounds
     one_step_off: Estimate | None  # at no more max lag than `best`
     first_win: int | None  # the least max lag at which the pipeline is faster than conventional RL
-    crossover: float  # the same by a formula for low lags
+    crossover: float | None  # the same by a formula for low lags
     rows: tuple[Choice, ...]  # of the front, slow ones first
     curve: Curve
     notes: tuple[str, ...]
@@ -98,7 +98,7 @@ def make_plan(
         largest_gain=None if gain is None else choice(bounded, gain, workload, colocated, space),
         one_step_off=best_one_step_off(workload, (best.max_lag + 1) // 2) if best.max_lag else None,
         first_win=first_win(everything, colocated),
-        crossover=crossover(workload),
+        crossover=crossover(workload, colocated),
         rows=tuple(choice(front, each, workload, colocated, space) for each in sorted(set(shown))),
         curve=curve,
         notes=tuple(_notes(best, roomy, colocated, curve)),
@@ -150,15 +150,16 @@ def first_win(front: Front, colocated: Workload) -> int | None:
     return int(lags[front.rates[between] > _conventional_rates(lags, colocated)][0])
 
 
-def crossover(workload: Workload) -> float:
+def crossover(workload: Workload, colocated: Workload) -> float | None:
     """The max lag g from which on the pipeline is faster, if that is low: g (g + 1) = N t(0+) L / (tau B Lbar).
 
-    Not for delays or training times of whole steps. Infinite if training takes no time.
+    Not for delays or training times of whole steps. None if training takes no time, or costs differ in turns.
     """
     training = workload.train_time_per_token * workload.batch_tokens
     emptiest = float(workload.step_cost.step_times(1e-6))
-    if not training:
-        return math.inf
+    differ = workload.step_cost != colocated.step_cost
+    if differ or not training or training != colocated.train_time_per_token * colocated.batch_tokens:
+        return None
     product = workload.num_gpus * emptiest * workload.lengths.max / training
     return (math.sqrt(1 + 4 * product) - 1) / 2
 

@@ -124,7 +124,11 @@ def best_one_step_off(workload: Workload, steps_per_rl_step: int) -> Estimate | 
             candidates.append(estimate(possible[index]))
             if not _waits_for_delays(candidates[-1]):
                 break
-    return max(candidates, key=lambda found: (found.rate, -found.num_engines))
+    best = max(candidates, key=lambda found: (found.rate, -found.num_engines))
+    # Padded steps take as long with some engines fewer.
+    up_to_best = range(fewest, best.num_engines)
+    as_fast = bisect_left(up_to_best, True, key=lambda number: estimate(number).rate >= best.rate * (1 - 1e-12))
+    return estimate(possible[as_fast])
 
 
 def _is_training_slower(estimate: Estimate) -> bool:

@@ -1,0 +1,236 @@
+"""The search finds what trying every split finds; plans keep to their bounds and say what cannot be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from midflight.errors import ScenarioError
+from midflight.sim.analytic import Estimate, conventional, one_step_off, pipeline
+from midflight.sim.costs import PAPER_STEP_COST, AffineCost, RateTable
+from midflight.sim.lengths import lognormal, uniform
+from midflight.sim.planner import Goal, first_win, largest_gain, make_plan, speed_curve
+from midflight.sim.search import Front, SearchSpace, best_one_step_off, pareto_front, search_space
+from midflight.sim.steady import Queue
+from midflight.sim.workload import Workload
+
+CASE_STUDY = Workload(128, 128, uniform(8192), PAPER_STEP_COST, 4.919)
+PADDED = RateTable((2, 8, 16), (1.0, 2.5, 3.5), pad_to=4, beyond="hold")
+SMALL = {
+    "table": Workload(7, 4, uniform(30), PADDED, 0.8),
+    "delays": replace(
+        Workload(6, 3, lognormal(9, 0.6, 40), AffineCost(2.0, 0.1, 0.01), 1.0), transfer=9.0, preprocess=4
+    ),
+    "pauses": replace(Workload(9, 5, uniform(20), PADDED, 1.5, 3.0), gpus_per_engine=2, update_pause=2.0),
+    "linear": Workload(5, 6, uniform(25), AffineCost(0.0, 0.5), 0.4),
+}
+
+
+def brute_force(workload: Workload, space: SearchSpace) -> list[Estimate]:
+    """The front, slow ones first, with ties broken by lag, then the number in flight, then the engines."""
+    tried = [
+        pipeline(workload, in_flight, engines, space.queue.max_waiting, space.queue.when_full)
+        for in_flight in range(1, space.max_in_flight + 1)
+        for engines in range(1, workload.max_engines + 1)
+    ]
+    kept = [each for each in tried if each.mean_lag <= space.max_mean_lag]
+    kept = [each for each in kept if each.trainer_share <= space.max_trainer_share]
+    kept.sort(key=lambda each: lag_of(each, space))  # stable: fewer in flight, then fewer engines come first
+    front: list[Estimate] = []
+    for lag in sorted({lag_of(each, space) for each in kept}):
+        of_lag = [each for each in kept if lag_of(each, space) == lag]
+        fastest = max(each.rate for each in of_lag)
+        found = next(each for each in of_lag if each.rate >= fastest * (1 - 1e-10))
+        if not front or found.rate > front[-1].rate * (1 + 1e-10):
+            front.append(found)
+    return front
+
+
+def lag_of(estimate: Estimate, space: SearchSpace) -> float:
+    return estimate.max_lag_paper if space.lag == "paper" else estimate.max_lag
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lag": "paper"},
+        {"max_mean_lag": 1.7},
+        {"max_trainer_share": 0.8},
+        {"queue": Queue(13)},
+        {"queue": Queue(13, "drop_oldest")},
+    ],
+    ids=str,
+)
+def test_the_search_finds_what_trying_every_split_finds(name: str, changes: dict[str, object]) -> None:
+    workload = SMALL[name]
+    space = replace(search_space(workload, Queue(workload.batch_size), 24), **changes)
+    front, expected = pareto_front(workload, space), brute_force(workload, space)
+    assert expected
+    assert front.lags.tolist() == [lag_of(each, space) for each in expected]
+    assert front.num_in_flight.tolist() == [each.num_in_flight for each in expected]
+    assert front.num_engines.tolist() == [each.num_engines for each in expected]
+    assert front.rates == pytest.approx([each.rate for each in expected], rel=1e-9)
+
+
+def test_it_does_not_matter_how_many_splits_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = search_space(CASE_STUDY, Queue(128), 300)
+    whole = pareto_front(CASE_STUDY, space)
+    monkeypatch.setattr("midflight.sim.search._POINTS_AT_ONCE", 1000)
+    parts = pareto_front(CASE_STUDY, space)
+    assert len(whole) > 50
+    for name in ("lags", "rates", "num_in_flight", "num_engines"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+
+
+@pytest.mark.parametrize("delay", [0.0, 30.0, 3000.0])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_best_split_of_one_step_off(name: str, delay: float) -> None:
+    workload = replace(SMALL[name], transfer=delay)
+    tried = [one_step_off(workload, 3, engines) for engines in range(1, workload.max_engines + 1)]
+    fastest = max(each.rate for each in tried)
+    assert best_one_step_off(workload, 3) == next(each for each in tried if each.rate >= fastest * (1 - 1e-12))
+
+
+def test_one_step_off_keeps_within_the_table() -> None:
+    workload = replace(SMALL["table"], step_cost=replace(PADDED, beyond="error"))
+    best = best_one_step_off(workload, 16)
+    assert best is not None
+    assert best.num_engines >= 4 * 16 / 16
+    assert best_one_step_off(workload, 25) is None
+
+
+def plan_of(goal: Goal) -> tuple[float, float, float]:
+    best = make_plan(CASE_STUDY, CASE_STUDY, goal, search_space(CASE_STUDY, Queue(128))).best
+    return best.max_lag, best.split.mean_lag, best.split.rate
+
+
+def test_the_fastest_within_bounds() -> None:
+    _, _, fastest = plan_of(Goal())
+    lag, _, rate = plan_of(Goal(max_lag=60))
+    assert lag <= 60
+    assert rate < fastest
+    lag, mean_lag, within_both = plan_of(Goal(max_lag=60, max_mean_lag=10))
+    assert lag <= 60
+    assert mean_lag <= 10
+    assert within_both < rate
+
+
+def test_the_least_lag_at_a_rate() -> None:
+    lag, _, rate = plan_of(Goal(rate=12.0))
+    assert rate >= 12
+    assert plan_of(Goal(max_lag=lag))[2] == pytest.approx(rate)
+    assert plan_of(Goal(max_lag=lag - 1))[2] < 12
+    assert plan_of(Goal(rate=rate))[0] == lag, "a rate that a plan has shown can be asked for"
+
+
+def test_conventional_rl_has_the_same_max_lag() -> None:
+    best = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=60), search_space(CASE_STUDY, Queue(128))).best
+    assert best.conventional is not None
+    assert best.conventional.max_lag == best.max_lag == 60
+    assert best.speed_up == pytest.approx(best.split.rate / conventional(CASE_STUDY, 61).rate)
+
+
+def test_a_trainer_that_is_all_but_too_busy_is_noted() -> None:
+    plan = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=132), search_space(CASE_STUDY, Queue(128)))
+    assert plan.best.split.trainer_share > 0.95
+    assert plan.roomy is not None
+    assert plan.roomy.split.trainer_share <= 0.87
+    assert plan.roomy.max_lag <= 132
+    assert plan.roomy.split.rate < plan.best.split.rate
+    (note,) = plan.notes
+    assert "the trainer is busy 99% of the time" in note
+    assert f"with {plan.roomy.split.num_in_flight} in flight on {plan.roomy.split.num_engines} engines" in note
+    calm = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=20), search_space(CASE_STUDY, Queue(128)))
+    assert (calm.roomy, calm.notes) == (None, ())
+
+
+def test_a_trainer_that_no_split_leaves_room() -> None:
+    slow = replace(CASE_STUDY, num_gpus=2, train_time_per_token=100.0)
+    plan = make_plan(slow, slow, Goal(), search_space(slow, Queue(128)))
+    assert plan.best.split.trainer_share == 1
+    assert plan.roomy is not None
+    assert plan.roomy.split.trainer_share <= 0.87
+    plan = make_plan(slow, slow, Goal(rate=plan.best.split.rate), search_space(slow, Queue(128)))
+    assert plan.roomy is None
+    assert "no split within the bounds leaves it room" in plan.notes[0]
+
+
+def test_where_the_pipeline_is_faster_does_not_depend_on_the_goal() -> None:
+    space = search_space(CASE_STUDY, Queue(128))
+    everything = make_plan(CASE_STUDY, CASE_STUDY, Goal(), space)
+    bounded = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_mean_lag=1.0), space)
+    assert everything.first_win == bounded.first_win == 15
+    assert np.array_equal(everything.curve.lags, bounded.curve.lags)
+
+
+def test_long_fronts_are_looked_at_where_it_matters() -> None:
+    workload = replace(CASE_STUDY, num_gpus=1024)
+    front = pareto_front(workload, search_space(workload, Queue(128)))
+    assert len(front) > 800
+    gains = front.rates / [conventional(workload, lag + 1).rate for lag in front.lags.tolist()]
+    index = largest_gain(front, workload)
+    assert index is not None
+    assert gains[index] == pytest.approx(gains.max(), rel=1e-3)
+    assert first_win(front, workload) == front.lags[(gains > 1).argmax()]
+    assert len(speed_curve(front, workload).lags) <= 400
+
+
+def test_conventional_rl_ends_with_the_table() -> None:
+    turns = replace(SMALL["table"], step_cost=RateTable((2, 4), (1.0, 1.5)))
+    plan = make_plan(SMALL["table"], turns, Goal(), search_space(SMALL["table"], Queue(4), 24))
+    # 7 engines with 4 each hold 7 batches.
+    known = plan.curve.lags < 7
+    assert not known.all()
+    assert np.array_equal(known, np.isfinite(plan.curve.conventional_rates))
+    assert plan.best.conventional is None
+    assert plan.best.speed_up is None
+    assert any("conventional RL is not known beyond a lag of 6" in note for note in plan.notes)
+
+
+def test_conventional_rl_leaves_no_gpu_over() -> None:
+    workload = SMALL["pauses"]
+    plan = make_plan(workload, workload, Goal(), search_space(workload, Queue(5), 24))
+    assert np.isnan(plan.curve.conventional_rates).all()
+    assert (plan.first_win, plan.largest_gain) == (None, None)
+    assert any("9 GPUs are not a multiple of 2 per engine" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("goal", "message"),
+    [
+        (Goal(max_lag=0), "max_lag = 0: no split has less than 1"),
+        (Goal(max_lag=-1), "max_lag = -1: should be at least 0"),
+        (Goal(max_mean_lag=1e-4), "max_mean_lag = 0.0001: no split has less than 0.005"),
+        (Goal(max_mean_lag=math.nan), "max_mean_lag = nan: should be at least 0"),
+        (Goal(rate=20), "rate = 20: no split is faster than 19.4"),
+        (Goal(rate=12, max_lag=20), "rate = 12: no split within the bounds on lag is faster than 2.78"),
+        (Goal(rate=-1), "rate = -1: should be at least 0"),
+    ],
+)
+def test_a_goal_that_cannot_be(goal: Goal, message: str) -> None:
+    with pytest.raises(ScenarioError) as raised:
+        make_plan(CASE_STUDY, CASE_STUDY, goal, search_space(CASE_STUDY, Queue(128)))
+    assert message in str(raised.value)
+
+
+def test_a_search_space_that_cannot_be() -> None:
+    table = replace(CASE_STUDY, step_cost=RateTable((1, 64), (0.1, 0.2)))
+    assert search_space(table, Queue(128)).max_in_flight == 64
+    with pytest.raises(ScenarioError, match=r"max_in_flight = 65: should be at least 1, at most 64"):
+        search_space(table, Queue(128), 65)
+    with pytest.raises(ScenarioError, match=r"schedule.max_waiting = 100 is less than batch_size = 128"):
+        search_space(table, Queue(100))
+    with pytest.raises(ScenarioError, match=r"cluster.num_gpus = 1: too few"):
+        pareto_front(replace(CASE_STUDY, num_gpus=1), SearchSpace(8, Queue(128)))
+
+
+def test_ten_thousand_gpus_fit_into_memory() -> None:
+    workload = replace(CASE_STUDY, num_gpus=10_000)
+    front = pareto_front(workload, search_space(workload, Queue(128)))
+    assert isinstance(front, Front)
+    assert front.rates[-1] == pytest.approx(10_000 / (1 / 0.6067 + 4.919), rel=1e-3)

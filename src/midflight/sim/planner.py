@@ -5,21 +5,28 @@ Conventional RL stands beside each split, with as many optimizer steps per RL st
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from midflight.errors import ScenarioError
-from midflight.sim.analytic import Estimate, conventional
-from midflight.sim.search import Front, LagKind, SearchSpace, best_one_step_off, pareto_front
+from midflight.sim.analytic import Estimate, conventional, pipeline
+from midflight.sim.front import Front
+from midflight.sim.search import LagKind, SearchSpace, best_one_step_off, pareto_front
+from midflight.sim.speed_up import (
+    Curve,
+    crossover,
+    first_win,
+    largest_gain,
+    most_steps_per_rl_step,
+    speed_curve,
+    spread,
+)
 from midflight.sim.workload import Workload
-from midflight.types import Float64Array, Int64Array
 
 BUSY_SHARE = 0.95  # a trainer that is busier is soon the slower one, and rollouts wait
 ROOMY_SHARE = 0.87
 _NUM_ROWS = 8
-_NUM_CURVE_POINTS = 400
 _ROUNDING = 1e-9
 
 
@@ -43,19 +50,6 @@ class Choice:
     @property
     def speed_up(self) -> float | None:
         return self.split.rate / self.conventional.rate if self.conventional else None
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Trained tokens per unit of time by max lag. Shapes: all [P]; conventional rates NaN where not known."""
-
-    lags: Int64Array
-    rates: Float64Array
-    conventional_rates: Float64Array
-
-    @property
-    def speed_ups(self) -> Float64Array:
-        return self.rates / self.conventional_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ def make_plan(
     gain = largest_gain(bounded, colocated)
     curve = speed_curve(everything, colocated)
     roomy = _roomy(best, workload, colocated, goal, space)
-    shown = [*_spread(len(bounded), _NUM_ROWS), index, *([] if gain is None else [gain])]
+    shown = [*spread(len(bounded), _NUM_ROWS), index, *([] if gain is None else [gain])]
     return Plan(
         lag=space.lag,
         best=best,
@@ -108,60 +102,15 @@ def make_plan(
 
 def choice(front: Front, index: int, workload: Workload, colocated: Workload, space: SearchSpace) -> Choice:
     """The split at `index` in full, and conventional RL beside it."""
-    return _beside_conventional(front.estimate(workload, space.queue, index), space.lag, colocated)
-
-
-def most_steps_per_rl_step(colocated: Workload) -> float:
-    """G of conventional RL before engines hold more than their step cost is known for; 0 if GPUs are left over."""
-    if colocated.num_gpus % colocated.gpus_per_engine:
-        return 0
-    most = colocated.step_cost.max_in_flight * colocated.num_colocated_engines / colocated.batch_size
-    return most if math.isinf(most) else math.floor(most + _ROUNDING)
-
-
-def speed_curve(front: Front, colocated: Workload) -> Curve:
-    """At up to 400 lags of the front, close together where lag is low."""
-    indices = _spread(len(front), _NUM_CURVE_POINTS)
-    lags = front.lags[indices]
-    return Curve(lags, front.rates[indices], _conventional_rates(lags, colocated))
-
-
-def largest_gain(front: Front, colocated: Workload) -> int | None:
-    """Index of the split that is the most times as fast as conventional RL at its lag."""
-    indices = _spread(len(front), _NUM_CURVE_POINTS)
-    gains = front.rates[indices] / _conventional_rates(front.lags[indices], colocated)
-    if np.isnan(gains).all():
-        return None
-    peak = int(np.nanargmax(gains))
-    around = np.arange(indices[max(0, peak - 1)], indices[min(peak + 1, len(indices) - 1)] + 1)
-    gains = front.rates[around] / _conventional_rates(front.lags[around], colocated)
-    return int(around[np.nanargmax(gains)])
-
-
-def first_win(front: Front, colocated: Workload) -> int | None:
-    """The least max lag at which a split is faster than conventional RL; None if there is none."""
-    indices = _spread(len(front), _NUM_CURVE_POINTS)
-    wins = front.rates[indices] > _conventional_rates(front.lags[indices], colocated)
-    if not wins.any():
-        return None
-    first = int(wins.argmax())
-    between = np.arange(indices[first - 1] + 1 if first else 0, indices[first] + 1)
-    lags = front.lags[between]
-    return int(lags[front.rates[between] > _conventional_rates(lags, colocated)][0])
-
-
-def crossover(workload: Workload, colocated: Workload) -> float | None:
-    """The max lag g from which on the pipeline is faster, if that is low: g (g + 1) = N t(0+) L / (tau B Lbar).
-
-    Not for delays or training times of whole steps. None if training takes no time, or costs differ in turns.
-    """
-    training = workload.train_time_per_token * workload.batch_tokens
-    emptiest = float(workload.step_cost.step_times(1e-6))
-    differ = workload.step_cost != colocated.step_cost
-    if differ or not training or training != colocated.train_time_per_token * colocated.batch_tokens:
-        return None
-    product = workload.num_gpus * emptiest * workload.lengths.max / training
-    return (math.sqrt(1 + 4 * product) - 1) / 2
+    queue = space.queue
+    split = pipeline(
+        workload,
+        int(front.num_in_flight[index]),
+        int(front.num_engines[index]),
+        queue.max_waiting,
+        queue.when_full,
+    )
+    return _beside_conventional(split, space.lag, colocated)
 
 
 def _beside_conventional(split: Estimate, lag: LagKind, colocated: Workload) -> Choice:
@@ -228,20 +177,9 @@ def _notes(best: Choice, roomy: Choice | None, colocated: Workload, curve: Curve
             f" {colocated.gpus_per_engine} per engine"
         )
     elif np.isnan(curve.conventional_rates).any():
+        most = most_steps_per_rl_step(colocated)
         notes.append(
-            f"conventional RL is not known beyond a lag of {most_steps_per_rl_step(colocated) - 1:.0f}: its engines"
-            f" would start with more sequences than the table of decoding rates has"
+            f"conventional RL is not known{f' beyond a lag of {most - 1:.0f}' if most else ''}: its engines would start"
+            " with more sequences than the table of decoding rates has"
         )
     return notes
-
-
-def _conventional_rates(lags: Int64Array, colocated: Workload) -> Float64Array:
-    most = most_steps_per_rl_step(colocated)
-    return np.array([conventional(colocated, lag + 1).rate if lag < most else math.nan for lag in lags.tolist()])
-
-
-def _spread(length: int, num: int) -> Int64Array:
-    """Indices from 0 to `length` - 1, at most `num` of them, with growing steps."""
-    if length <= num:
-        return np.arange(length)
-    return np.unique(np.round(np.geomspace(1, length, num)).astype(np.int64)) - 1

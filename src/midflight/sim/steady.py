@@ -3,13 +3,13 @@
     D    period, time per optimizer step        n    optimizer steps while the longest response is generated
     rho  trainer's share of D that it works     x    delays, in periods
 
-A token sampled s periods before its step starts sees s - 1 + rho steps end until then, and another 1/2 on average over
-the phase; a sequence waits 1/2 for its batch. So the mean lag is mean age + rho + x, and the longest n + rho + x.
+Between a token and the optimizer step that trains on it lie the rest of its sequence, a wait until its batch is complete
+(half a period on average), and the delays. Counted in the optimizer steps that end meanwhile, that is a mean lag of
+mean age * n + rho + x, and n + rho + x at most: the last step to end did so 1 - rho before this one starts.
 
-If training is slower, rollouts wait, and its share is 1. A queue that blocks leaves slots empty until a sequences are
-left that make as much as is trained, I U(a / I) = r_train. In the same unit of B rollouts, one per period, those
-that finished wait (H I - a) + Q before them in the queue. A ring that drops the oldest is always full: those trained on
-are Q - B to Q arrivals old.
+If training is the slower one, rho is 1 and rollouts wait. With a queue of Q that blocks, slots stay empty until the a
+of H I that are left make as much as is trained: I U(a / I) = r_train. What finishes then has Q + H I - a before it, of
+which B leave in a period. A ring of Q that drops the oldest is always full, and what is trained on is the oldest B.
 """
 
 from __future__ import annotations

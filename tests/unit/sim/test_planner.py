@@ -12,8 +12,9 @@ from midflight.errors import ScenarioError
 from midflight.sim.analytic import Estimate, conventional, one_step_off, pipeline
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost, RateTable
 from midflight.sim.lengths import lognormal, uniform
-from midflight.sim.planner import Goal, first_win, largest_gain, make_plan, speed_curve
-from midflight.sim.search import Front, SearchSpace, best_one_step_off, pareto_front, search_space
+from midflight.sim.planner import Goal, make_plan
+from midflight.sim.search import SearchSpace, best_one_step_off, pareto_front, search_space
+from midflight.sim.speed_up import first_win, largest_gain, speed_curve
 from midflight.sim.steady import Queue
 from midflight.sim.workload import Workload
 
@@ -232,5 +233,11 @@ def test_a_search_space_that_cannot_be() -> None:
 def test_ten_thousand_gpus_fit_into_memory() -> None:
     workload = replace(CASE_STUDY, num_gpus=10_000)
     front = pareto_front(workload, search_space(workload, Queue(128)))
-    assert isinstance(front, Front)
     assert front.rates[-1] == pytest.approx(10_000 / (1 / 0.6067 + 4.919), rel=1e-3)
+
+
+def test_conventional_rl_that_the_table_is_too_short_for() -> None:
+    turns = replace(SMALL["table"], batch_size=100, step_cost=RateTable((2, 4), (1.0, 1.5)))
+    workload = replace(SMALL["table"], batch_size=100)
+    plan = make_plan(workload, turns, Goal(), search_space(workload, Queue(100), 24))
+    assert any(note.startswith("conventional RL is not known: its engines") for note in plan.notes)

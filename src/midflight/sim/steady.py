@@ -3,9 +3,9 @@
     D    period, time per optimizer step        n    optimizer steps while the longest response is generated
     rho  trainer's share of D that it works     x    delays, in periods
 
-Between a token and the optimizer step that trains on it lie the rest of its sequence, a wait until its batch is complete
-(half a period on average), and the delays. Counted in the optimizer steps that end meanwhile, that is a mean lag of
-mean age * n + rho + x, and n + rho + x at most: the last step to end did so 1 - rho before this one starts.
+Between a token and the optimizer step that trains on it lie the rest of its sequence, a wait until its batch is
+complete (half a period on average), and the delays. Counted in the optimizer steps that end meanwhile, that is a mean
+lag of mean age * n + rho + x, and n + rho + x at most: the last step to end did so 1 - rho before this one starts.
 
 If training is the slower one, rho is 1 and rollouts wait. With a queue of Q that blocks, slots stay empty until the a
 of H I that are left make as much as is trained: I U(a / I) = r_train. What finishes then has Q + H I - a before it, of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,7 @@ from midflight.types import Float64Array, Int64Array
 NUM_POSITIONS = 20  # where in the longest response the lag is looked at: the middles of so many parts
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """Running totals at one time."""
 
     time: float
@@ -28,6 +28,7 @@ class Reading:
     discarded_tokens: int  # in filtered and dropped groups
     num_interrupted: int  # rollouts
     interrupted_tokens: int  # those they had when they were interrupted
+    interrupted_new_tokens: int  # of those, the ones sampled since they were last started
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,7 @@ class TrainedBatch:
     position_lags: Float64Array  # [NUM_POSITIONS] sums over the rollouts that are so long
     position_counts: Int64Array  # [NUM_POSITIONS] how many are
     carried_tokens: int  # those of rollouts that were interrupted, from before the last time
-    last_carried_tokens: int  # of those, the ones from between the last two times
-    max_versions: int  # in one rollout
+    num_versions: Int64Array  # [B] of the weights that sampled each
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +76,7 @@ class BatchRecorder:
         self._positions = ((np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS * max_length).astype(np.int64)
         self._versions = [0]  # after so many updates
         self._batches: list[TrainedBatch] = []
-        self._num_interrupted = self._interrupted_tokens = 0
+        self._num_interrupted = self._interrupted_tokens = self._interrupted_new_tokens = 0
 
     @property
     def num_updates(self) -> int:
@@ -88,6 +88,7 @@ class BatchRecorder:
     def interrupted(self, rollouts: Sequence[SimRollout]) -> None:
         self._num_interrupted += len(rollouts)
         self._interrupted_tokens += sum(rollout.num_tokens for rollout in rollouts)
+        self._interrupted_new_tokens += sum(rollout.segments[-1].num_tokens for rollout in rollouts if rollout.segments)
 
     def read(self, time: float, counts: GroupCounts) -> Reading:
         return Reading(
@@ -99,6 +100,7 @@ class BatchRecorder:
             counts.filtered_tokens + counts.dropped_tokens,
             self._num_interrupted,
             self._interrupted_tokens,
+            self._interrupted_new_tokens,
         )
 
     def trained(self, rollouts: Sequence[SimRollout], handed_over: Reading, start: float, end: float) -> None:
@@ -108,7 +110,6 @@ class BatchRecorder:
         first_of = np.cumsum([0, *(len(rollout.segments) for rollout in rollouts)])
         ages = _SegmentAges(self._engines, segments, np.array(self._versions), version)
         position_lags, position_counts = ages.at(self._positions)
-        carried = [rollout for rollout in rollouts if rollout.num_carried]
         self._batches.append(
             TrainedBatch(
                 index=version,
@@ -123,20 +124,13 @@ class BatchRecorder:
                 lag_histogram=ages.histogram(),
                 position_lags=position_lags,
                 position_counts=position_counts,
-                carried_tokens=sum(rollout.num_carried for rollout in carried),
-                last_carried_tokens=sum(_last_carried(rollout) for rollout in carried),
-                max_versions=max(rollout.num_versions for rollout in rollouts),
+                carried_tokens=sum(rollout.num_carried for rollout in rollouts),
+                num_versions=np.array([rollout.num_versions for rollout in rollouts]),
             )
         )
 
     def outcome(self, counts: GroupCounts) -> Outcome:
         return Outcome(self._batches, counts, len(self._engines))
-
-
-def _last_carried(rollout: SimRollout) -> int:
-    """Tokens of the segment before the last interruption."""
-    carried = [segment for segment in rollout.segments if segment.offset < rollout.num_carried]
-    return carried[-1].num_tokens
 
 
 class _SegmentAges:
@@ -228,11 +222,7 @@ class Outcome:
     @property
     def generated_rate(self) -> float:
         """Sampled tokens per unit of time, also those that are discarded."""
-        first = self.batches[self.num_warm_up_steps - 1].handed_over if self.num_warm_up_steps else None
-        last = self.batches[-1].handed_over
-        if first is None:
-            return last.generated_tokens / last.time
-        return (last.generated_tokens - first.generated_tokens) / (last.time - first.time)
+        return self._since.generated_tokens / self._since.time
 
     @property
     def trainer_share(self) -> float:
@@ -265,31 +255,55 @@ class Outcome:
         """Of a rollout's last token, the mean over rollouts."""
         return float(np.mean(np.concatenate([batch.last_lags for batch in self.measured])))
 
-    def figures(self) -> dict[str, object]:
-        """The whole run in one object, under the names that real runs log."""
-        measured = self.measured
-        first = self.batches[self.num_warm_up_steps - 1].handed_over if self.num_warm_up_steps else None
+    @property
+    def num_versions(self) -> Int64Array:
+        """Of the weights that sampled each rollout."""
+        return np.concatenate([batch.num_versions for batch in self.measured])
+
+    @property
+    def carried_in_fraction(self) -> float:
+        """Of the tokens that iterations begin with or sample, those they begin with, in unfinished rollouts."""
+        since = self._since
+        return since.interrupted_tokens / (since.interrupted_tokens + since.generated_tokens)
+
+    @property
+    def carried_once_fraction(self) -> float:
+        """The same, counting only what such rollouts sampled in the iteration before."""
+        since = self._since
+        return since.interrupted_new_tokens / (since.interrupted_new_tokens + since.generated_tokens)
+
+    @property
+    def _since(self) -> Reading:
+        """From the last batch of the warm-up to the last of all, handed over each."""
         last = self.batches[-1].handed_over
+        if not self.num_warm_up_steps:
+            return last
+        first = self.batches[self.num_warm_up_steps - 1].handed_over
+        return Reading._make(after - before for before, after in zip(first, last, strict=True))
+
+    def figures(self) -> dict[str, object]:
+        """The whole run in one object; what real runs log is under the same name."""
+        measured, since = self.measured, self._since
         num_tokens = sum(batch.num_tokens for batch in measured)
-        generated = last.generated_tokens - (first.generated_tokens if first else 0)
-        discarded = last.discarded_tokens - (first.discarded_tokens if first else 0)
-        means = self.mean_lags
         return {
             "steps": len(measured),
             "time": self.elapsed,
             "trained_tokens": num_tokens,
-            "generated_tokens": generated,
+            "generated_tokens": since.generated_tokens,
             "throughput/trained_tokens": self.rate,
             "throughput/generated_tokens": self.generated_rate,
             "idle/trainer_fraction": 1.0 - self.trainer_share,
+            "idle/generation_fraction": 1.0 - since.busy_time / (since.time * self.num_engines),
             **lag_metrics(self.lag_histogram),
             "lag/max_of_batch_median": float(np.median(self.max_lags)),
-            "lag/mean_of_batch_std": float(means.std()),
+            "lag/mean_of_batch_std": float(self.mean_lags.std()),
             "lag/last_token": self.last_lag,
             "lag/by_position": self.lag_by_position.tolist(),
-            "versions_per_rollout/max": max(batch.max_versions for batch in measured),
+            "versions_per_rollout/max": int(self.num_versions.max()),
             "carried_token_fraction": sum(batch.carried_tokens for batch in measured) / num_tokens,
-            "discarded_token_fraction": discarded / generated,
-            "dropped/filtered_groups": last.num_filtered_groups - (first.num_filtered_groups if first else 0),
-            "dropped/queue_full_groups": last.num_dropped_groups - (first.num_dropped_groups if first else 0),
+            "carried_in_fraction": self.carried_in_fraction,
+            "carried_once_fraction": self.carried_once_fraction,
+            "discarded_token_fraction": since.discarded_tokens / since.generated_tokens,
+            "dropped/filtered_groups": since.num_filtered_groups,
+            "dropped/queue_full_groups": since.num_dropped_groups,
         }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from midflight.schedules.batches import take_batch
 from midflight.types import BatchChoice, FleetView, ReadyGroup
@@ -31,6 +32,7 @@ class AprilSchedule:
     over_sampling: float  # how many times a batch is held; 1 waits for all of it
     max_versions: int | None = None  # weight versions in one rollout
     num_in_flight: int | None = None  # rollouts at a time; None: all that are held
+    refill: Literal["at_once", "over_sampled"] = "at_once"  # what takes the place of groups that are filtered
     colocated: bool = True
 
     @property
@@ -47,6 +49,10 @@ class AprilSchedule:
         if self._is_over(fleet):
             return 0
         live = fleet.num_started - fleet.num_batches * self.batch_size
+        # Between iterations there is nothing in flight, but what was interrupted is open.
+        is_in_iteration = fleet.num_in_flight or fleet.oldest_open_group is None
+        if self.refill == "over_sampled" and is_in_iteration:
+            return self.num_held if live < self.batch_size else 0
         return max(0, min(self.num_held - live, self.max_in_flight - fleet.num_in_flight))
 
     def should_abort(self, fleet: FleetView) -> bool:

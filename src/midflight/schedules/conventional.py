@@ -7,7 +7,7 @@ by versions v .. v + G - 1.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from midflight.schedules.batches import take_batch
@@ -34,8 +34,8 @@ class ConventionalSchedule:
         return False
 
     def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
-        rollouts_left = (self._end_of_rl_step(fleet) - fleet.num_batches) * self.batch_size
-        if rollouts_left == 0 or sum(group.num_rollouts for group in ready) < rollouts_left:
+        end = self._end_of_rl_step(fleet)
+        if fleet.num_batches == end or fleet.num_finished < end * self.batch_size:
             return None
         return take_batch(self._shuffled(fleet, ready), self.batch_size)
 
@@ -46,9 +46,14 @@ class ConventionalSchedule:
         """The version that ends the RL step the engine's weights began."""
         return (fleet.version // self.steps_per_rl_step + 1) * self.steps_per_rl_step
 
-    def _shuffled(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+    def _shuffled(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> Iterator[ReadyGroup]:
         """Start order for G = 1; else a shuffle, so that the last batch is not the one with the longest answers."""
         groups = sorted(ready, key=lambda group: group.group_id)
-        if self.steps_per_rl_step > 1:
-            random.Random(f"{self.shuffle_seed}/{fleet.num_batches}").shuffle(groups)
-        return groups
+        if self.steps_per_rl_step == 1:
+            yield from groups
+            return
+        rng = random.Random(f"{self.shuffle_seed}/{fleet.num_batches}")
+        for place in range(len(groups)):  # no further than is asked for: an RL step may have very many groups
+            other = rng.randrange(place, len(groups))
+            groups[place], groups[other] = groups[other], groups[place]
+            yield groups[place]

@@ -1,0 +1,92 @@
+"""The simulator against the real actor and rollout loop, tick by tick: same batches, same version of every token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midflight.protocols import Schedule
+from midflight.schedules.april import AprilSchedule
+from midflight.schedules.bounded import BoundedSchedule
+from midflight.schedules.conventional import ConventionalSchedule
+from midflight.schedules.pipeline import PipelineSchedule
+from midflight.sim.costs import AffineCost
+from midflight.sim.engines import Engine
+from midflight.sim.events import SimulatedRun, simulate
+from midflight.sim.lengths import CycledLengths
+from property.test_schedules import GROUP_SIZE, Run, World, members
+
+NUM_STEPS = 12
+BATCH_SIZE = 4
+
+SCHEDULES: dict[str, Schedule] = {
+    "conventional": ConventionalSchedule(BATCH_SIZE),
+    "conventional, G = 3": ConventionalSchedule(BATCH_SIZE, 3, num_in_flight=5),
+    "pipeline": PipelineSchedule(BATCH_SIZE, num_in_flight=6, max_waiting=8),
+    "pipeline, drop_oldest": PipelineSchedule(BATCH_SIZE, num_in_flight=9, max_waiting=4, when_full="drop_oldest"),
+    "pipeline, max_lag": PipelineSchedule(BATCH_SIZE, num_in_flight=6, max_waiting=12, max_lag=2),
+    "april": AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling=2.0),
+    "april, max_versions": AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling=2.5, max_versions=2),
+    "april, few in flight": AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling=2.0, num_in_flight=5),
+    "bounded": BoundedSchedule(BATCH_SIZE, max_lag=3),
+    "one_step_off": BoundedSchedule(BATCH_SIZE, max_lag=1, updates="boundary"),
+}
+
+
+class Ticking(Run):
+    """The trainer goes on with the next batch in the tick in which it ends one, as the simulated one does."""
+
+    _ends_at = 0
+
+    def turn(self) -> None:
+        self.loop.turn(self.receiver.version)
+        self.tick += 1
+        if self._ends_at and self.tick >= self._ends_at:
+            self.receiver.version += 1
+            self._ends_at = 0
+        if not self._ends_at and len(self.batches) > self.receiver.version:
+            self._ends_at = self.tick + self.world.train_ticks[0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_order() -> Iterator[None]:
+    """What ends in one tick, the real actor takes in the order of ids, and the simulator in that of slots."""
+    take_ended = Engine.take_ended
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "take_ended", lambda engine: sorted(take_ended(engine), key=lambda each: each.rollout_id))
+        yield
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), train_ticks=st.integers(1, 25))
+def test_simulated_as_it_runs(name: str, lengths: list[int], train_ticks: int) -> None:
+    schedule = SCHEDULES[name]
+    world = World(lengths, [train_ticks], grade_ticks=[0])
+    real = Ticking(schedule, BATCH_SIZE, world, num_steps=NUM_STEPS).finish()
+    simulated = simulate(
+        SimulatedRun(
+            schedule=schedule,
+            lengths=CycledLengths(lengths),
+            step_cost=AffineCost(1.0),
+            num_engines=1,
+            batch_size=BATCH_SIZE,
+            group_size=GROUP_SIZE,
+            num_steps=NUM_STEPS,
+            train_time_per_token=0.0,
+            train_time_per_step=train_ticks,
+        )
+    )
+    assert len(simulated.batches) == NUM_STEPS
+    for batch, groups in zip(simulated.batches, real.batches, strict=False):
+        rollouts = members(groups)
+        assert batch.rollout_ids.tolist() == [rollout.rollout_id for rollout in rollouts]
+        lags = [batch.index - rollout.generated.weight_versions for rollout in rollouts]
+        assert batch.first_lags.tolist() == [int(lag[0]) for lag in lags]
+        assert batch.last_lags.tolist() == [int(lag[-1]) for lag in lags]
+        assert batch.lag_histogram == Counter(int(each) for lag in lags for each in lag)
+        assert batch.carried_tokens == sum(rollout.num_carried for rollout in rollouts)
+        assert batch.num_versions.tolist() == [len(set(lag.tolist())) for lag in lags]

@@ -1,4 +1,4 @@
-"""`midflight plan`: what would be on hardware that is not there. Results on stdout."""
+"""`midflight plan` and `midflight simulate`: what would be on hardware that is not there. Results on stdout."""
 
 from __future__ import annotations
 
@@ -47,3 +47,27 @@ def plan(
 
         plot_plan(found, time_unit, plot)
     print(json.dumps(plan_json(found), indent=2) if as_json else plan_text(found, time_unit))
+
+
+def simulate(
+    scenario_path: ScenarioArgument,
+    overrides: ScenarioOverrides = None,
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="also draw lag by step and by position here (PNG)")] = None,
+) -> None:
+    """Run a schedule on a virtual clock: trained tokens per time, lag of every token, who waits."""
+    from midflight.launch.planning import estimate_scenario
+    from midflight.launch.simulation import simulate_scenario
+    from midflight.sim.simulation_report import simulation_json, simulation_text
+
+    scenario = load_scenario(scenario_path, overrides or [])
+    estimate = None if scenario.batch.filter_rate else estimate_scenario(scenario)
+    outcome = simulate_scenario(scenario)
+    if plot:
+        from midflight.sim.plots import plot_outcome
+
+        plot_outcome(outcome, scenario.simulation.time_unit, plot)
+    if as_json:
+        print(json.dumps(simulation_json(outcome, estimate), indent=2))
+    else:
+        print(simulation_text(outcome, estimate, scenario.simulation.time_unit))

@@ -7,7 +7,7 @@ import math
 import pydantic
 
 from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
-from midflight.config.schedules import PipelineConfig, ScheduleConfig
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting
 from midflight.config.section import Section
 from midflight.config.sections import (
     BatchConfig,
@@ -76,12 +76,7 @@ class Recipe(Section):
                 f"batch.max_tokens = {batch.max_tokens} cannot hold one sequence of engine.max_prompt_tokens +"
                 f" sampling.max_tokens = {self.max_length} tokens"
             )
-        waiting = self.schedule.max_waiting if isinstance(self.schedule, PipelineConfig) else None
-        if waiting is not None and waiting < batch.batch_size:
-            raise ValueError(
-                f"schedule.max_waiting = {waiting} is less than batch.batch_size = {batch.batch_size}: the batch could"
-                f" never fill up; {batch.batch_size} or more would work"
-            )
+        check_max_waiting(self.schedule, batch.batch_size)
         return self
 
     @pydantic.model_validator(mode="after")

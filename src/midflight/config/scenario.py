@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from midflight.config.schedules import PipelineConfig, ScheduleConfig
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting
 from midflight.config.section import Section
 
 
@@ -194,3 +194,8 @@ class Scenario(Section):
     colocated_delays: DelaysConfig | None = None
     failures: FailuresConfig = FailuresConfig()
     simulation: SimulationConfig = SimulationConfig()
+
+    @pydantic.model_validator(mode="after")
+    def check_queue(self) -> Scenario:
+        check_max_waiting(self.schedule, self.batch.batch_size)
+        return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import pydantic
 from pydantic import Field
 
 from midflight.config.section import Section
@@ -42,6 +43,20 @@ class AprilConfig(Section):
         None, ge=1, description="weight versions in one rollout: an iteration waits for those that have so many"
     )
     num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: all that are held")
+    refill: Literal["at_once", "over_sampled"] = Field(
+        "at_once",
+        description="for groups that dynamic sampling leaves out: others one by one; or over_sampling batches more, as"
+        " APRIL's released code does, once less than a batch is left of those held",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def check_refill(self) -> AprilConfig:
+        if self.refill == "over_sampled" and self.num_in_flight is not None:
+            raise ValueError(
+                f"refill = 'over_sampled' starts all at once, and num_in_flight = {self.num_in_flight} does not;"
+                " 'at_once' would work"
+            )
+        return self
 
 
 class BoundedConfig(Section):
@@ -65,3 +80,13 @@ class OneStepOffConfig(Section):
 ScheduleConfig = Annotated[
     PipelineConfig | ConventionalConfig | AprilConfig | BoundedConfig | OneStepOffConfig, Field(discriminator="type")
 ]
+
+
+def check_max_waiting(schedule: ScheduleConfig, batch_size: int) -> None:
+    """Whether a batch fits into the queue. Raises: ValueError."""
+    waiting = schedule.max_waiting if isinstance(schedule, PipelineConfig) else None
+    if waiting is not None and waiting < batch_size:
+        raise ValueError(
+            f"schedule.max_waiting = {waiting} is less than batch.batch_size = {batch_size}: the batch could"
+            f" never fill up; {batch_size} or more would work"
+        )

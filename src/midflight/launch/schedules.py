@@ -27,7 +27,7 @@ def build_schedule(config: ScheduleConfig, *, batch_size: int, group_size: int, 
             return ConventionalSchedule(batch_size, config.steps_per_rl_step, config.num_in_flight, seed)
         case AprilConfig():
             return AprilSchedule(
-                batch_size, group_size, config.over_sampling, config.max_versions, config.num_in_flight
+                batch_size, group_size, config.over_sampling, config.max_versions, config.num_in_flight, config.refill
             )
         case BoundedConfig():
             return BoundedSchedule(batch_size, config.max_lag, config.updates, config.num_in_flight)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from midflight.errors import ScenarioError
@@ -22,8 +22,10 @@ from midflight.protocols import Schedule
 from midflight.sim.actor import SimActor
 from midflight.sim.costs import StepCost
 from midflight.sim.engines import Engine, SimRollout, StepTimes
+from midflight.sim.failures import NO_FAILURES, Failures
 from midflight.sim.lengths import Lengths
 from midflight.sim.outcome import BatchRecorder, Outcome, Reading
+from midflight.sim.pool import Pool
 from midflight.types import FleetView
 
 
@@ -35,15 +37,6 @@ class Delays:
     preprocess: float = 0.0  # from a batch being handed over until it can be trained on
     update_pause: float = 0.0  # of each engine for each update
     handover_pause: float = 0.0  # of all engines for each batch
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFailure:
-    """Engine `engine` is away from `start` to `end`; what it had in flight goes on elsewhere, with its tokens."""
-
-    engine: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,7 @@ class SimulatedRun:
     group_size: int = 1
     filter_rate: float = 0.0  # share of finished groups that dynamic sampling leaves out
     delays: Delays = field(default_factory=Delays)
-    failures: tuple[EngineFailure, ...] = ()
+    failures: Failures = NO_FAILURES  # what such an engine had in flight goes on elsewhere, with its tokens
     seed: int = 0
 
 
@@ -98,7 +91,7 @@ class _Simulation:
         self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, run.seed)
         times = StepTimes(run.step_cost)
         self._engines = [Engine(index, times) for index in range(run.num_engines)]
-        self._pool = _Pool(self._engines, run.schedule.max_in_flight)
+        self._pool = Pool(self._engines, run.schedule.max_in_flight)
         self._recorder = BatchRecorder(self._engines, run.lengths.distribution.max)
         self._events: list[tuple[float, int, int, int]] = []  # (time, kind, order, subject)
         self._order = itertools.count()
@@ -108,8 +101,9 @@ class _Simulation:
         self._in_preprocessing: deque[_Batch] = deque()
         self._is_training = False
         self._changed: dict[int, Engine] = {}
-        for index, failure in enumerate(run.failures):
-            self._at(failure.start, _Kind.FAILED, index)
+        self._back_at: dict[int, float] = {}
+        for engine in self._engines:
+            self._foresee_failure(engine)
 
     def finish(self) -> Outcome:
         self._decide()
@@ -124,7 +118,7 @@ class _Simulation:
                 _, kind, _, subject = heapq.heappop(self._events)
                 self._happen(kind, subject)
             self._decide()
-        return self._recorder.outcome(self._actor.counts)
+        return self._recorder.outcome(self._run.num_steps, self._actor.counts)
 
     def _happen(self, kind: int, subject: int) -> None:
         match kind:
@@ -137,10 +131,12 @@ class _Simulation:
             case _Kind.PREPROCESSED:
                 self._preprocessed.append(self._in_preprocessing.popleft())
             case _Kind.FAILED:
-                self._fail(self._run.failures[subject])
+                self._at(self._back_at[subject], _Kind.BACK, subject)
+                self._place(self._pool.lose(self._engines[subject], self._now))
             case _Kind.BACK:
                 self._pool.come_back(self._engines[subject], self._now)
                 self._place([])
+                self._foresee_failure(self._engines[subject])
 
     # --- what the schedule decides ----------------------------------------------------------------------------
 
@@ -224,17 +220,18 @@ class _Simulation:
         if self._pool.num_waiting:
             self._place([])
 
-    def _fail(self, failure: EngineFailure) -> None:
-        self._at(failure.end, _Kind.BACK, failure.engine)
-        rollouts = self._pool.lose(self._engines[failure.engine], self._now)
-        self._place(rollouts)
-
     def _foresee(self) -> None:
         """When something ends next on the engines that have changed; what was foreseen of them before is void."""
         for index, engine in self._changed.items():
             if engine.num_in_flight:
                 self._at(engine.next_end(), _Kind.ENDED, index * _MAX_STAMP + engine.stamp)
         self._changed.clear()
+
+    def _foresee_failure(self, engine: Engine) -> None:
+        failure = self._run.failures.next(engine.index, self._now)
+        if failure is not None:
+            self._back_at[engine.index] = failure.end
+            self._at(failure.start, _Kind.FAILED, engine.index)
 
     # --- the trainer ------------------------------------------------------------------------------------------
 
@@ -264,84 +261,3 @@ class _Simulation:
 
 
 _MAX_STAMP = 1 << 40
-
-
-class _Pool:
-    """Engines by how much they have in flight. Those that have as much wait in line for more."""
-
-    def __init__(self, engines: list[Engine], max_in_flight: int) -> None:
-        self._engines, self._max_in_flight = engines, max_in_flight
-        self._by_load: list[OrderedDict[int, Engine]] = [OrderedDict((engine.index, engine) for engine in engines)]
-        self._least = 0  # no engine has less in flight
-        self._waiting: deque[SimRollout] = deque()
-        self.num_alive = len(engines)
-        self._load: dict[int, int] = dict.fromkeys(range(len(engines)), 0)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def alive(self) -> list[Engine]:
-        return [engine for engine in self._engines if engine.is_alive]
-
-    def place(self, rollouts: list[SimRollout], now: float) -> dict[int, Engine]:
-        """The engines that have got something, by their indices."""
-        self._waiting.extend(rollouts)
-        changed: dict[int, Engine] = {}
-        while self._waiting and (engine := self._least_loaded()) is not None:
-            engine.add(self._waiting.popleft(), now)
-            self._move(engine)
-            changed[engine.index] = engine
-        return changed
-
-    def take_ended(self, engine: Engine) -> list[SimRollout]:
-        ended = engine.take_ended()
-        self._move(engine)
-        return ended
-
-    def interrupt_all(self, now: float) -> list[SimRollout]:
-        interrupted = [rollout for engine in self.alive() for rollout in self._interrupt(engine, now)]
-        interrupted += self._waiting
-        self._waiting.clear()
-        return interrupted
-
-    def lose(self, engine: Engine, now: float) -> list[SimRollout]:
-        """What it had in flight."""
-        if not engine.is_alive:
-            return []
-        rollouts = self._interrupt(engine, now)
-        engine.is_alive = False
-        del self._by_load[self._load.pop(engine.index)][engine.index]
-        self.num_alive -= 1
-        return rollouts
-
-    def come_back(self, engine: Engine, now: float) -> None:
-        if engine.is_alive:
-            return
-        engine.is_alive = True
-        engine.run_to(now)
-        self.num_alive += 1
-        self._load[engine.index] = self._least = 0
-        self._by_load[0][engine.index] = engine
-
-    def _interrupt(self, engine: Engine, now: float) -> list[SimRollout]:
-        rollouts = engine.interrupt(now)
-        self._move(engine)
-        return rollouts
-
-    def _least_loaded(self) -> Engine | None:
-        while self._least < len(self._by_load) and not self._by_load[self._least]:
-            self._least += 1
-        if self._least >= min(len(self._by_load), self._max_in_flight):
-            self._least = min(self._least, len(self._by_load) - 1)
-            return None
-        return next(iter(self._by_load[self._least].values()))
-
-    def _move(self, engine: Engine) -> None:
-        load = engine.num_in_flight
-        while len(self._by_load) <= load:
-            self._by_load.append(OrderedDict())
-        del self._by_load[self._load[engine.index]][engine.index]
-        self._by_load[load][engine.index] = engine
-        self._load[engine.index] = load
-        self._least = min(self._least, load)

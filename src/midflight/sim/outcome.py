@@ -129,8 +129,9 @@ class BatchRecorder:
             )
         )
 
-    def outcome(self, counts: GroupCounts) -> Outcome:
-        return Outcome(self._batches, counts, len(self._engines))
+    def outcome(self, num_steps: int, counts: GroupCounts) -> Outcome:
+        """Of the first `num_steps` batches: training on another may have begun."""
+        return Outcome(self._batches[:num_steps], counts, len(self._engines))
 
 
 class _SegmentAges:
@@ -293,7 +294,7 @@ class Outcome:
             "throughput/trained_tokens": self.rate,
             "throughput/generated_tokens": self.generated_rate,
             "idle/trainer_fraction": 1.0 - self.trainer_share,
-            "idle/generation_fraction": 1.0 - since.busy_time / (since.time * self.num_engines),
+            "idle/generation_fraction": max(0.0, 1.0 - since.busy_time / (since.time * self.num_engines)),
             **lag_metrics(self.lag_histogram),
             "lag/max_of_batch_median": float(np.median(self.max_lags)),
             "lag/mean_of_batch_std": float(self.mean_lags.std()),

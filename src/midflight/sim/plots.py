@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from midflight.plotting import COLORS, load_pyplot, style_axis
+from midflight.sim.outcome import NUM_POSITIONS, Outcome
 from midflight.sim.planner import Plan
 
 
@@ -28,6 +31,35 @@ def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
     for axis in (speed, gain):
         axis.set_xscale("log")
         axis.set_xlabel("max lag, optimizer steps")
+        axis.set_ylim(bottom=0)
+        style_axis(axis)
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_outcome(outcome: Outcome, time_unit: str, out: Path) -> None:
+    """Of a simulated run: each batch's mean and max lag, lag by position in a response, and tokens per time.
+
+    Raises: MissingExtraError without matplotlib.
+    """
+    pyplot = load_pyplot()
+    figure, (lags, positions, speed) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    steps = [batch.index for batch in outcome.measured]
+    lags.plot(steps, outcome.max_lags, ".", markersize=2, color=COLORS[1], label="max of the batch")
+    lags.plot(steps, outcome.mean_lags, ".", markersize=2, color=COLORS[0], label="mean of the batch")
+    lags.set_xlabel("optimizer step")
+    lags.set_ylabel("lag, optimizer steps")
+    lags.legend(frameon=False, markerscale=4)
+    middles = (np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS
+    positions.plot(middles, outcome.lag_by_position, "o-", markersize=3, color=COLORS[0])
+    positions.set_xlabel("position, of the longest response")
+    positions.set_ylabel("mean lag, optimizer steps")
+    ends = np.array([outcome.start, *(batch.end for batch in outcome.measured)])
+    tokens = np.cumsum([0, *(batch.num_tokens for batch in outcome.measured)])
+    speed.plot(ends - ends[0], tokens, color=COLORS[2])
+    speed.set_xlabel(f"time, {time_unit}")
+    speed.set_ylabel("trained tokens")
+    for axis in (lags, positions, speed):
         axis.set_ylim(bottom=0)
         style_axis(axis)
     figure.savefig(out, dpi=150)

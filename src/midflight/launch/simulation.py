@@ -1,0 +1,62 @@
+"""A scenario -> a run on a virtual clock. Imports no torch."""
+
+from __future__ import annotations
+
+from midflight.config import Scenario
+from midflight.config.schedules import ConventionalConfig
+from midflight.errors import ScenarioError
+from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule
+from midflight.sim.events import Delays, SimulatedRun, simulate
+from midflight.sim.failures import NO_FAILURES, Failures, RandomFailures
+from midflight.sim.outcome import Outcome
+
+
+def simulate_scenario(scenario: Scenario) -> Outcome:
+    """Raises: ScenarioError naming the key that cannot be."""
+    num_warm_up_steps = _in_rl_steps(scenario, scenario.simulation.num_warm_up_steps)
+    return simulate(build_run(scenario)).after(num_warm_up_steps)
+
+
+def build_run(scenario: Scenario) -> SimulatedRun:
+    schedule = scenario_schedule(scenario)
+    workload = build_workload(scenario, schedule.colocated)
+    num_engines, num_training = workload.num_colocated_engines if schedule.colocated else 0, workload.num_gpus
+    if not schedule.colocated:
+        num_engines = _num_engines(scenario)
+        workload.check_num_engines(num_engines)
+        num_training -= num_engines * workload.gpus_per_engine
+    return SimulatedRun(
+        schedule=schedule,
+        lengths=build_lengths(scenario.lengths),
+        step_cost=workload.step_cost,
+        num_engines=num_engines,
+        batch_size=workload.batch_size,
+        num_steps=_in_rl_steps(scenario, scenario.simulation.num_steps),
+        train_time_per_token=workload.train_time_per_token / num_training,
+        train_time_per_step=workload.train_time_per_step,
+        group_size=scenario.batch.group_size,
+        filter_rate=scenario.batch.filter_rate,
+        delays=Delays(workload.transfer, workload.preprocess, workload.update_pause, workload.handover_pause),
+        failures=_failures(scenario),
+        seed=scenario.simulation.seed,
+    )
+
+
+def _in_rl_steps(scenario: Scenario, num_steps: int) -> int:
+    """Rounded up to whole RL steps, so that what is generated in a time is what is trained on in it."""
+    whole = scenario.schedule.steps_per_rl_step if isinstance(scenario.schedule, ConventionalConfig) else 1
+    return -(-num_steps // whole) * whole
+
+
+def _num_engines(scenario: Scenario) -> int:
+    if scenario.cluster.num_engines is None:
+        raise ScenarioError(
+            f"cluster.num_engines is missing: schedule.type = {scenario.schedule.type!r} generates and trains at the"
+            " same time; `midflight plan` says how many would be best"
+        )
+    return scenario.cluster.num_engines
+
+
+def _failures(scenario: Scenario) -> Failures:
+    mean, seed = scenario.failures.mean_time_between, scenario.simulation.seed
+    return RandomFailures(mean, scenario.failures.repair_time, seed) if mean else NO_FAILURES

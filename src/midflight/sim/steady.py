@@ -38,8 +38,8 @@ class Queue:
         """Raises: ScenarioError if a batch could never fill up."""
         if self.max_waiting is not None and self.max_waiting < batch_size:
             raise ScenarioError(
-                f"schedule.max_waiting = {self.max_waiting} is less than batch_size = {batch_size}: the batch could"
-                f" never fill up; {batch_size} or more would work"
+                f"schedule.max_waiting = {self.max_waiting} is less than batch.batch_size = {batch_size}: the batch"
+                f" could never fill up; {batch_size} or more would work"
             )
 
 

@@ -127,7 +127,7 @@ def test_a_split_that_cannot_be() -> None:
         pipeline(FLAT, 4, 4)
     with pytest.raises(ScenarioError, match=r"schedule.num_in_flight = 0: should be at least 1"):
         pipeline(FLAT, 0, 1)
-    with pytest.raises(ScenarioError, match=r"schedule.max_waiting = 7 is less than batch_size = 8"):
+    with pytest.raises(ScenarioError, match=r"schedule.max_waiting = 7 is less than batch.batch_size = 8"):
         pipeline(FLAT, 4, 1, max_waiting=7)
     with pytest.raises(ScenarioError, match=r"schedule.steps_per_rl_step = 0"):
         conventional(FLAT, 0)

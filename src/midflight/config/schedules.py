@@ -18,7 +18,8 @@ class PipelineConfig(Section):
     max_waiting: int | None = Field(
         None,
         ge=1,
-        description="finished rollouts that wait, the batch in training not counted; at least a batch, the default",
+        description="finished rollouts that wait, the batch in training not counted; default: a batch, the least that"
+        " works, or with max_lag all that it allows",
     )
     when_full: Literal["block", "drop_oldest"] = Field(
         "block", description="past max_waiting: do not refill finished slots, or drop the groups that finished first"

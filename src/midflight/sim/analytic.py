@@ -55,15 +55,16 @@ def whole_steps(lags: npt.ArrayLike) -> Int64Array:
 def conventional(workload: Workload, steps_per_rl_step: int) -> Estimate:
     """All GPUs generate G batches, then all train on them, in turns.
 
-    An RL step takes one after another: generation of G B rollouts, update_pause, handover_pause, preprocess of the
-    first batch (that of others goes on beside training), G training times, transfer. Batch j of 0 ... G - 1 has lag j.
+    An RL step takes one after another: generation of G B rollouts, preprocess of the first batch (that of others goes
+    on beside training), G training times, transfer, update_pause. Engines stand still anyway while batches are made
+    up. Batch j of 0 ... G - 1 has lag j. Fluid: with few rollouts on an engine it waits for the longest possible one.
     Raises: ScenarioError if GPUs do not divide into engines, or an engine's share is beyond the cost's table.
     """
     _check_steps(steps_per_rl_step)
     engines = workload.num_colocated_engines
     generation = drain(workload.lengths, workload.step_cost, _share(workload, steps_per_rl_step, engines)).duration
     training = float(workload.training_times(workload.num_gpus))
-    delays = workload.pause + workload.preprocess + workload.transfer
+    delays = workload.preprocess + workload.transfer + workload.update_pause
     duration = generation + delays + steps_per_rl_step * training
     return Estimate(
         num_engines=engines,
@@ -86,7 +87,8 @@ def one_step_off(workload: Workload, steps_per_rl_step: int, num_engines: int) -
     """Some GPUs generate the next G batches while the others train on the last G; weights change in between.
 
     RL step k + 2 is generated after RL step k is trained on. So an RL step takes as long as the slower of generation
-    (with its pauses) and G training times, or half of both with transfer and preprocess, whichever is longest.
+    (with its pauses) and G training times, or half of both with transfer and preprocess, whichever is longest. Fluid,
+    as conventional RL is.
     Raises: ScenarioError if no GPU is left to train, or an engine's share is beyond the cost's table.
     """
     _check_steps(steps_per_rl_step)

@@ -141,9 +141,7 @@ class Engine:
         self.update_steps.append(self.step)
 
     def pause(self, time: float, pause: float) -> None:
-        """Nothing is decoded for so long after the step in progress."""
-        if not self._ends:
-            return
+        """Nothing is decoded for so long after the step in progress, if there is one."""
         self.run_to(time)
         self.clock += pause
         self.stamp += 1

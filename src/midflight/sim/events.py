@@ -151,6 +151,7 @@ class _Simulation:
             if self._newest > self._version and schedule.should_update_weights(fleet):
                 self._update()
                 fleet = self._fleet()
+                undecided = True
             if actor.num_in_flight and schedule.should_abort(fleet):
                 self._abort()
                 fleet = self._fleet()

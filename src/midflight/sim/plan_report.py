@@ -64,7 +64,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _row(name: str, choice: Choice) -> str:
-    beside = f"{choice.conventional.rate:.4g}" if choice.conventional else "-"
+    beside = _rate(choice.conventional.rate) if choice.conventional else "-"
     speed_up = f"{choice.speed_up:.3f}" if choice.speed_up is not None else "-"
     return f"{_cells(name, choice.split, choice.max_lag)}{beside:>14}{speed_up:>10}"
 
@@ -72,9 +72,13 @@ def _row(name: str, choice: Choice) -> str:
 def _cells(name: str, estimate: Estimate, max_lag: float) -> str:
     in_flight = estimate.num_in_flight or "a batch"
     return (
-        f"{name:14}{estimate.num_engines:>8}{in_flight:>11}{estimate.num_training_gpus:>15}{estimate.rate:>10.4g}"
+        f"{name:14}{estimate.num_engines:>8}{in_flight:>11}{estimate.num_training_gpus:>15}{_rate(estimate.rate):>10}"
         f"{max_lag:>9}{estimate.mean_lag:>10.4g}{estimate.trainer_share:>14.0%}"
     )
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def _crossover_line(plan: Plan) -> str:

@@ -38,8 +38,8 @@ class Queue:
         """Raises: ScenarioError if a batch could never fill up."""
         if self.max_waiting is not None and self.max_waiting < batch_size:
             raise ScenarioError(
-                f"schedule.max_waiting = {self.max_waiting} is less than batch_size = {batch_size}: the batch could"
-                f" never fill up; {batch_size} or more would work"
+                f"schedule.max_waiting = {self.max_waiting} is less than batch.batch_size = {batch_size}: the batch"
+                f" could never fill up; {batch_size} or more would work"
             )
 
 
@@ -134,8 +134,9 @@ def _waits_for_trainer(
         mean = (queue.max_waiting - batch_size / 2) / arrivals + 0.5
         return _Waits(in_flight_steps, longest, mean, 1 - batch_size / arrivals)
     active = _active_slots(workload, step_times, workload.batch_tokens / (engines * decoding))
-    # What a batch needs to be preprocessed is over before its turn comes.
-    waiting = ((slots - active) * engines + queue.max_waiting) / batch_size + workload.transfer / periods
+    # Preprocessing is over before a batch's turn comes. Until weights arrive, the queue does not shrink either: the
+    # versions that tokens miss by that are those that they wait less.
+    waiting = ((slots - active) * engines + queue.max_waiting) / batch_size
     in_flight_steps = active * engines * workload.lengths.max / workload.batch_tokens
     return _Waits(in_flight_steps, waiting + 1, waiting + 0.5, nothing)
 

@@ -152,6 +152,23 @@ def weights(
     print(json.dumps(result, indent=2) if as_json else weights_table(result["rows"]))
 
 
+@bench_app.command()
+def simulator(
+    sizes: Annotated[str, typer.Option(metavar="GPUS:STEPS,...", help="what to simulate")] = "128:1000,10240:100",
+    as_json: Json = False,
+) -> None:
+    """Seconds that simulations of the PipelineRL paper's case study take, on one core."""
+    from midflight.bench.simulator import bench_simulator
+
+    pairs = [size.partition(":") for size in sizes.split(",")]
+    result = bench_simulator([(_count(gpus), _count(steps)) for gpus, _, steps in pairs], Console(stderr=True).print)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    for row in result["rows"]:
+        print(f"{row['gpus']} GPUs, {row['steps']} optimizer steps: {row['seconds']:.1f} s")
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"{text!r} is no number above 0")

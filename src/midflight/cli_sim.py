@@ -61,8 +61,8 @@ def simulate(
     from midflight.sim.simulation_report import simulation_json, simulation_text
 
     scenario = load_scenario(scenario_path, overrides or [])
-    estimate = None if scenario.batch.filter_rate else estimate_scenario(scenario)
     outcome = simulate_scenario(scenario)
+    estimate = None if scenario.batch.filter_rate else estimate_scenario(scenario)
     if plot:
         from midflight.sim.plots import plot_outcome
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from midflight.config import Scenario
-from midflight.config.schedules import ConventionalConfig
+from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule
+from midflight.sim.costs import StepCost
 from midflight.sim.events import Delays, SimulatedRun, simulate
 from midflight.sim.failures import NO_FAILURES, Failures, RandomFailures
 from midflight.sim.outcome import Outcome
@@ -21,6 +22,7 @@ def build_run(scenario: Scenario) -> SimulatedRun:
     schedule = scenario_schedule(scenario)
     workload = build_workload(scenario, schedule.colocated)
     num_engines, num_training = workload.num_colocated_engines if schedule.colocated else 0, workload.num_gpus
+    _check_in_flight(scenario, workload.step_cost)
     if not schedule.colocated:
         num_engines = _num_engines(scenario)
         workload.check_num_engines(num_engines)
@@ -46,6 +48,15 @@ def _in_rl_steps(scenario: Scenario, num_steps: int) -> int:
     """Rounded up to whole RL steps, so that what is generated in a time is what is trained on in it."""
     whole = scenario.schedule.steps_per_rl_step if isinstance(scenario.schedule, ConventionalConfig) else 1
     return -(-num_steps // whole) * whole
+
+
+def _check_in_flight(scenario: Scenario, cost: StepCost) -> None:
+    """Where it is known at once; others share what they start among engines."""
+    if isinstance(scenario.schedule, PipelineConfig) and scenario.schedule.num_in_flight > cost.max_in_flight:
+        raise ScenarioError(
+            f"schedule.num_in_flight = {scenario.schedule.num_in_flight} is beyond decode.sizes, which end at"
+            f" {cost.max_in_flight:g}; fewer would work, a longer table, or decode.beyond = 'hold'"
+        )
 
 
 def _num_engines(scenario: Scenario) -> int:

@@ -54,6 +54,7 @@ def simulate(
     overrides: ScenarioOverrides = None,
     as_json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="also draw lag by step and by position here (PNG)")] = None,
+    rollouts: Annotated[bool, typer.Option("--rollouts", help="with --json: also each rollout of every batch")] = False,
 ) -> None:
     """Run a schedule on a virtual clock: trained tokens per time, lag of every token, who waits."""
     from midflight.launch.planning import estimate_scenario
@@ -68,6 +69,6 @@ def simulate(
 
         plot_outcome(outcome, scenario.simulation.time_unit, plot)
     if as_json:
-        print(json.dumps(simulation_json(outcome, estimate), indent=2))
+        print(json.dumps(simulation_json(outcome, estimate, with_rollouts=rollouts), indent=2))
     else:
         print(simulation_text(outcome, estimate, scenario.simulation.time_unit))

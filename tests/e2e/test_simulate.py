@@ -43,6 +43,22 @@ def test_json_and_plot(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trace_by_hand_can_be_followed_rollout_by_rollout(tmp_path: Path) -> None:
+    """Four slots, batches of four, five ticks of training: what ended first is trained first."""
+    scenario = tmp_path / "trace.toml"
+    scenario.write_text(
+        "[cluster]\nnum_gpus = 2\nnum_engines = 1\n[batch]\nbatch_size = 4\n"
+        '[lengths]\ntype = "list"\nlengths = [2, 7, 3, 5, 4, 6, 1, 8]\norder = "cycled"\n'
+        '[schedule]\nnum_in_flight = 4\nmax_waiting = 1000\n[decode]\ntype = "affine"\nbase = 1\n'
+        "[training]\ntime_per_token = 0\ntime_per_step = 5\n[simulation]\nnum_steps = 3\nnum_warm_up_steps = 0\n"
+    )
+    command = [sys.executable, "-m", "midflight", "simulate", str(scenario), "--json", "--rollouts"]
+    batches = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["batches"]
+    assert [batch["start"] for batch in batches] == [6, 11, 16]
+    assert [batch["rollouts"] for batch in batches] == [[0, 2, 3, 4], [6, 1, 8, 5], [10, 7, 9, 11]]
+    assert [batch["last_lags"] for batch in batches] == [[0] * 4, [1] * 4, [2, 1, 1, 1]]
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -61,6 +61,7 @@ def same_order() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), train_ticks=st.integers(1, 25))
 def test_simulated_as_it_runs(name: str, lengths: list[int], train_ticks: int) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from midflight.sim.analytic import Estimate
-from midflight.sim.outcome import Outcome
+from midflight.sim.outcome import Outcome, TrainedBatch
 
 
 def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str) -> str:
@@ -23,23 +23,32 @@ def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str)
     return "\n".join(lines)
 
 
-def simulation_json(outcome: Outcome, estimate: Estimate | None) -> dict[str, Any]:
+def simulation_json(outcome: Outcome, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:
     """Numbers that are not finite are null."""
     figures: dict[str, Any] = {name: _finite(value) for name, value in outcome.figures().items()}
     figures["lag/by_position"] = [_finite(value) for value in figures["lag/by_position"]]
-    batches = [
-        {
-            "version": batch.index,
-            "start": batch.start,
-            "end": batch.end,
-            "trained_tokens": batch.num_tokens,
-            "lag/mean": batch.mean_lag,
-            "lag/max": batch.max_lag,
-        }
-        for batch in outcome.measured
-    ]
+    batches = [_batch_json(batch, with_rollouts) for batch in outcome.measured]
     formulas = {name: _finite(value) for name, value in _of_formulas(estimate).items()}
     return {"figures": figures, "formulas": formulas or None, "batches": batches}
+
+
+def _batch_json(batch: TrainedBatch, with_rollouts: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "version": batch.index,
+        "start": batch.start,
+        "end": batch.end,
+        "trained_tokens": batch.num_tokens,
+        "lag/mean": batch.mean_lag,
+        "lag/max": batch.max_lag,
+    }
+    if with_rollouts:
+        values |= {
+            "rollouts": batch.rollout_ids.tolist(),
+            "lengths": batch.lengths.tolist(),
+            "first_lags": batch.first_lags.tolist(),
+            "last_lags": batch.last_lags.tolist(),
+        }
+    return values
 
 
 def _of_formulas(estimate: Estimate | None) -> dict[str, float]:

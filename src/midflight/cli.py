@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from midflight.cli_bench import Json, bench_app
-from midflight.cli_sim import plan, simulate
+from midflight.cli_sim import calibrate, plan, simulate
 from midflight.config import describe_recipe, describe_scenario, dump_toml, load_recipe
 from midflight.errors import MidflightError, RecipeError
 
@@ -25,6 +25,7 @@ app.add_typer(config_app, name="config")
 
 app.add_typer(bench_app, name="bench")
 app.command()(plan)
+app.command()(calibrate)
 app.command()(simulate)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")]

@@ -1,15 +1,20 @@
-"""`midflight plan` and `midflight simulate`: what would be on hardware that is not there. Results on stdout."""
+"""`midflight plan`, `simulate`, `calibrate`: what would be on hardware that is not there, and what this one is like.
+
+Results on stdout, progress on stderr.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from midflight.cli_bench import Json
-from midflight.config import load_scenario
+from midflight.config import Scenario, dump_toml, load_scenario
 
 ScenarioArgument = Annotated[Path, typer.Argument(metavar="SCENARIO", help="a scenario (TOML)")]
 ScenarioOverrides = Annotated[
@@ -33,6 +38,14 @@ def plan(
     ] = "corrected",
     as_json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="also draw rate against max lag here (PNG)")] = None,
+    validate: Annotated[
+        Path | None,
+        typer.Option(metavar="RECIPE", help="instead, simulate this recipe and run it, and show how far they differ"),
+    ] = None,
+    schedules: Annotated[
+        str, typer.Option(metavar="TYPE[:KEY=VALUE]...,...", help="with --validate: which")
+    ] = "pipeline,conventional,conventional:steps_per_rl_step=4",
+    seconds: Annotated[float, typer.Option(help="with --validate: of training, for each run")] = 60.0,
 ) -> None:
     """How to split the GPUs: how many generate, with how many rollouts in flight, and what that costs in lag."""
     from midflight.launch.planning import plan_scenario
@@ -40,6 +53,9 @@ def plan(
     from midflight.sim.planner import Goal
 
     scenario = load_scenario(scenario_path, overrides or [])
+    if validate:
+        _validate(scenario, validate, schedules, seconds, as_json)
+        return
     found = plan_scenario(scenario, Goal(max_lag, max_mean_lag, rate), lag, max_in_flight)
     time_unit = scenario.simulation.time_unit
     if plot:
@@ -72,3 +88,45 @@ def simulate(
         print(json.dumps(simulation_json(outcome, estimate, with_rollouts=rollouts), indent=2))
     else:
         print(simulation_text(outcome, estimate, scenario.simulation.time_unit))
+
+
+def calibrate(
+    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="the scenario that is written (TOML)")] = Path("calibrated.toml"),
+    seconds: Annotated[
+        float, typer.Option(help="of training in each of two long runs: as long as what is to be predicted")
+    ] = 60.0,
+    out_runs: Annotated[Path | None, typer.Option(help="new or empty, to keep the runs; default: not kept")] = None,
+    plot: Annotated[Path | None, typer.Option(help="also draw tokens a second against sequences here (PNG)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure decoding, training and delays with real runs of a recipe. Leave the machine alone meanwhile."""
+    from midflight.bench.calibrate import plan_calibration, run_calibration
+    from midflight.bench.calibration_text import calibration_text, rate_tables
+    from midflight.launch.run_directory import write_whole
+
+    calibration = plan_calibration(recipe_path, overrides or [], seconds)
+    scenario, figures = run_calibration(calibration, out_runs, _report)
+    write_whole(out, dump_toml(scenario))
+    if plot:
+        from midflight.sim.plots import plot_rates
+
+        plot_rates(rate_tables(scenario), "s", plot)
+    _report(f"written to {out}")
+    print(json.dumps(figures, indent=2) if as_json else calibration_text(scenario))
+
+
+def _validate(scenario: Scenario, recipe_path: Path, schedules: str, seconds: float, as_json: bool) -> None:
+    from midflight.bench.validation import plan_validation, run_validation, validation_table
+    from midflight.bench.variants import parse_variants
+
+    variants = parse_variants("schedule", schedules)
+    validation = plan_validation(scenario, recipe_path, (), variants, seconds)
+    result = run_validation(validation, None, _report)
+    print(json.dumps(result, indent=2) if as_json else validation_table(result["rows"]))
+
+
+_report = functools.partial(print, file=sys.stderr, flush=True)

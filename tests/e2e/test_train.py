@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midflight import cli
+from midflight.config import load_recipe
 from midflight.metrics.jsonl import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -76,8 +77,13 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path: Path) -> None:
         "idle/generation_fraction", "samples", "wall_s", "in_flight",
     }  # fmt: skip
     assert needed <= set().union(*lines)
-    spans = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
-    assert {"decode", "update", "train", "wait"} <= spans
+    assert all(line["length/mean"] * 16 == sum(line["length/by_rollout"]) for line in lines)
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert {"decode", "update", "train", "wait"} <= {event["name"] for event in events}
+    rows = [event["args"]["rows"] for event in events if event["name"] == "decode"]
+    num_in_flight = load_recipe(run / "config.toml").schedule.num_in_flight
+    assert max(rows) == num_in_flight
+    assert sum(rows) >= summary["trained_tokens"]
     checkpoint = run / "checkpoints" / "step_12"
     assert AutoTokenizer.from_pretrained(checkpoint).encode("a1:")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)

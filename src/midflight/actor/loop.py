@@ -87,8 +87,9 @@ class RolloutLoop:
             fleet = actor.fleet(newest)
         actor.admit(fleet)
         # A pending update goes on in steps, even if there is nothing left to sample.
-        if self._generator.num_in_flight or self._generator.update_pending:
-            with self._tracer.span("decode"):
+        num_in_flight = self._generator.num_in_flight
+        if num_in_flight or self._generator.update_pending:
+            with self._tracer.span("decode", rows=num_in_flight):
                 actor.step()
         now_s = time.monotonic()
         if now_s >= self._next_grades_s:

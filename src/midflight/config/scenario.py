@@ -147,6 +147,14 @@ DecodeConfig = Annotated[PaperDecodeConfig | TableDecodeConfig | AffineDecodeCon
 class TrainingConfig(Section):
     time_per_token: float = Field(4.919, ge=0, description="tau: of one device, for one token; n devices take 1/n")
     time_per_step: float = Field(0.0, ge=0, description="of an optimizer step besides, however many devices")
+    without_gradient_fraction: float = Field(
+        0.0, ge=0, le=1, description="share of groups whose advantages are all 0: training on them takes no time"
+    )
+
+    @property
+    def mean_time_per_token(self) -> float:
+        """Of all tokens, with and without a gradient."""
+        return self.time_per_token * (1 - self.without_gradient_fraction)
 
 
 class DelaysConfig(Section):

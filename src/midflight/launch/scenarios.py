@@ -17,6 +17,7 @@ from midflight.config.scenario import (
     PaperDecodeConfig,
     RunLengthsConfig,
     TableDecodeConfig,
+    TrainingConfig,
     TwoPointLengthsConfig,
     UniformLengthsConfig,
 )
@@ -53,17 +54,17 @@ def build_workload(scenario: Scenario, colocated: bool) -> Workload:
     Raises: ScenarioError naming the key that cannot be; RunDirectoryError for a run without responses.
     """
     decode, section = scenario.decode, "decode"
-    training, delays = scenario.training, scenario.delays
+    training, delays = training_of(scenario, colocated), scenario.delays
     if colocated:
         if scenario.colocated_decode:
             decode, section = scenario.colocated_decode, "colocated_decode"
-        training, delays = scenario.colocated_training or training, scenario.colocated_delays or delays
+        delays = scenario.colocated_delays or delays
     return Workload(
         num_gpus=scenario.cluster.num_gpus,
         batch_size=scenario.batch.batch_size,
         lengths=build_lengths(scenario.lengths).distribution,
         step_cost=build_step_cost(decode, section),
-        train_time_per_token=training.time_per_token,
+        train_time_per_token=training.mean_time_per_token,
         train_time_per_step=training.time_per_step,
         gpus_per_engine=1 if isinstance(decode, PaperDecodeConfig) else decode.gpus_per_engine,
         transfer=delays.transfer,
@@ -71,6 +72,10 @@ def build_workload(scenario: Scenario, colocated: bool) -> Workload:
         update_pause=delays.update_pause,
         handover_pause=delays.handover_pause,
     )
+
+
+def training_of(scenario: Scenario, colocated: bool) -> TrainingConfig:
+    return scenario.colocated_training or scenario.training if colocated else scenario.training
 
 
 def build_step_cost(config: DecodeConfig, section: str = "decode") -> StepCost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from midflight.config import Scenario
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
-from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule
+from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule, training_of
 from midflight.sim.costs import StepCost
 from midflight.sim.events import Delays, SimulatedRun, simulate
 from midflight.sim.failures import NO_FAILURES, Failures, RandomFailures
@@ -21,6 +21,7 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
 def build_run(scenario: Scenario) -> SimulatedRun:
     schedule = scenario_schedule(scenario)
     workload = build_workload(scenario, schedule.colocated)
+    training = training_of(scenario, schedule.colocated)
     num_engines, num_training = workload.num_colocated_engines if schedule.colocated else 0, workload.num_gpus
     _check_in_flight(scenario, workload.step_cost)
     if not schedule.colocated:
@@ -34,10 +35,11 @@ def build_run(scenario: Scenario) -> SimulatedRun:
         num_engines=num_engines,
         batch_size=workload.batch_size,
         num_steps=_in_rl_steps(scenario, scenario.simulation.num_steps),
-        train_time_per_token=workload.train_time_per_token / num_training,
-        train_time_per_step=workload.train_time_per_step,
+        train_time_per_token=training.time_per_token / num_training,
+        train_time_per_step=training.time_per_step,
         group_size=scenario.batch.group_size,
         filter_rate=scenario.batch.filter_rate,
+        without_gradient_fraction=training.without_gradient_fraction,
         delays=Delays(workload.transfer, workload.preprocess, workload.update_pause, workload.handover_pause),
         failures=_failures(scenario),
         seed=scenario.simulation.seed,

@@ -66,10 +66,13 @@ class ReadyGroups(Sequence[ReadyGroup]):
 class SimActor:
     """Lengths and filtering depend on the seed and the group alone, not on when a group is started."""
 
-    def __init__(self, lengths: Lengths, group_size: int, filter_rate: float, seed: int) -> None:
+    def __init__(
+        self, lengths: Lengths, group_size: int, filter_rate: float, without_gradient_fraction: float, seed: int
+    ) -> None:
         self._group_size, self._filter_rate, self._seed = group_size, filter_rate, seed
+        self._without_gradient_fraction = without_gradient_fraction
         self._lengths = lengths
-        self._drawn: list[tuple[list[int], bool]] = []
+        self._drawn: list[tuple[list[int], bool, bool]] = []
         self._next_group = 0
         self._groups: dict[GroupId, SimGroup] = {}  # open or ready
         self._oldest_open = 0  # no open group has a lower id
@@ -152,9 +155,9 @@ class SimActor:
         index = group_id % _NUM_DRAWN
         if not index:
             self._draw(group_id)
-        lengths, is_filtered = self._drawn[index]
+        lengths, is_filtered, has_gradient = self._drawn[index]
         first = group_id * self._group_size
-        rollouts = [SimRollout(first + member, group_id, length) for member, length in enumerate(lengths)]
+        rollouts = [SimRollout(first + member, group_id, length, has_gradient) for member, length in enumerate(lengths)]
         self._groups[GroupId(group_id)] = SimGroup(rollouts, is_filtered, self._group_size)
         self._to_admit.extend(rollouts)
 
@@ -162,7 +165,8 @@ class SimActor:
         rng = np.random.default_rng((self._seed, first_group))
         lengths = self._lengths.draw(rng, first_group, _NUM_DRAWN, self._group_size)
         filtered = rng.random(_NUM_DRAWN) < self._filter_rate
-        self._drawn = list(zip(lengths.tolist(), filtered.tolist(), strict=True))
+        has_gradient = rng.random(_NUM_DRAWN) >= self._without_gradient_fraction
+        self._drawn = list(zip(lengths.tolist(), filtered.tolist(), has_gradient.tolist(), strict=True))
 
     def _oldest_open_group(self) -> GroupId | None:
         while self._oldest_open < self._next_group:

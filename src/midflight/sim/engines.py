@@ -35,6 +35,7 @@ class SimRollout:
     rollout_id: int
     group_id: int
     length: int  # response tokens
+    has_gradient: bool = True  # else training on it takes no time
     segments: tuple[Segment, ...] = ()
     num_tokens: int = 0  # of whole segments
     num_carried: int = 0  # tokens it had when it was last interrupted

@@ -53,6 +53,7 @@ class SimulatedRun:
     train_time_per_step: float = 0.0
     group_size: int = 1
     filter_rate: float = 0.0  # share of finished groups that dynamic sampling leaves out
+    without_gradient_fraction: float = 0.0  # share of groups that are trained on in no time
     delays: Delays = field(default_factory=Delays)
     failures: Failures = NO_FAILURES  # what such an engine had in flight goes on elsewhere, with its tokens
     seed: int = 0
@@ -88,7 +89,7 @@ class _Kind:
 class _Simulation:
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self._schedule = run, run.schedule
-        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, run.seed)
+        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, run.without_gradient_fraction, run.seed)
         times = StepTimes(run.step_cost)
         self._engines = [Engine(index, times) for index in range(run.num_engines)]
         self._pool = Pool(self._engines, run.schedule.max_in_flight)
@@ -242,7 +243,7 @@ class _Simulation:
         batch = self._preprocessed.popleft()
         self._is_training = True
         run = self._run
-        num_tokens = sum(rollout.length for rollout in batch.rollouts)
+        num_tokens = sum(rollout.length for rollout in batch.rollouts if rollout.has_gradient)
         end = self._now + run.train_time_per_step + run.train_time_per_token * num_tokens
         self._recorder.trained(batch.rollouts, batch.reading, self._now, end)
         self._at(end, _Kind.TRAINED)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from midflight.plotting import COLORS, load_pyplot, style_axis
+from midflight.sim.costs import RateTable, rates
 from midflight.sim.outcome import NUM_POSITIONS, Outcome
 from midflight.sim.planner import Plan
 
@@ -33,6 +35,24 @@ def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
         axis.set_xlabel("max lag, optimizer steps")
         axis.set_ylim(bottom=0)
         style_axis(axis)
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> None:
+    """U(h) of one engine, by what the table is of. Raises: MissingExtraError without matplotlib."""
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for (label, table), color in zip(tables.items(), COLORS, strict=False):
+        between = np.arange(1, table.sizes[-1] + 1)
+        axis.plot(between, rates(table, between), color=color, linewidth=2, label=label)
+        axis.plot(table.sizes, table.rates, "o", color=color)
+    axis.set_xlabel("sequences in flight")
+    axis.set_ylabel(f"sampled tokens per {time_unit}")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
+    style_axis(axis)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from midflight.tracing.reading import lines_of
 
 
 def write_chrome_trace(span_files: Sequence[Path], out: Path) -> None:
@@ -19,7 +21,7 @@ def write_chrome_trace(span_files: Sequence[Path], out: Path) -> None:
     clock_offsets: dict[str, int] = {}
     for path in span_files:
         header: dict[str, Any] = {}
-        for line in _json_lines(path):
+        for line in lines_of(path):
             if isinstance(line, dict):
                 header = line
                 clock_offsets.setdefault(header["clock"], header["unix_minus_monotonic_ns"])
@@ -41,15 +43,6 @@ def write_chrome_trace(span_files: Sequence[Path], out: Path) -> None:
     for span in spans:
         span["ts"] = (span["ts"] - earliest) / 1e3
     out.write_text(json.dumps({"traceEvents": [*names, *sorted(spans, key=lambda span: span["ts"])]}))
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
 
 
 def _names(header: dict[str, Any]) -> list[dict[str, Any]]:

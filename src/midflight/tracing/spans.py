@@ -124,8 +124,13 @@ class Span:
 def _line(name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> str:
     # Formatting by hand takes a fifth of what json.dumps takes for the whole record.
     if args:
-        return f"[{_quoted(name)},{start_ns},{end_ns},{json.dumps(args)}]\n"
+        values = ",".join([f"{_quoted(key)}:{_plain(value)}" for key, value in args.items()])
+        return f"[{_quoted(name)},{start_ns},{end_ns},{{{values}}}]\n"
     return f"[{_quoted(name)},{start_ns},{end_ns}]\n"
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) is int else json.dumps(value)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from midflight.tracing import spans
+from midflight.tracing.reading import read_spans
 from midflight.tracing.spans import Tracer
 
 
@@ -50,6 +51,22 @@ def test_the_file_says_whose_spans_they_are(tmp_path: Path) -> None:
     header = json.loads(path.read_text().splitlines()[1])
     assert (header["process"], header["thread"]) == ("rollout", "grader")
     assert recorded(path) == [["wait", 10, 30], ['a "quoted"\nname', 30, 40, {"rows": 64}]]
+
+
+def test_arguments_of_any_kind_are_json(tmp_path: Path) -> None:
+    arguments = {"rows": 64, "share": 0.5, "is_last": True, "says": 'a "b"', "none": None, "list": [1, 2]}
+    with Tracer(tmp_path / "spans", "rollout") as tracer:
+        tracer.add("decode", 0, 1, **arguments)
+    assert recorded(tmp_path / "spans") == [["decode", 0, 1, arguments]]
+
+
+def test_spans_are_read_back_by_their_starts_without_torn_lines(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    with Tracer(path, "rollout") as tracer:
+        tracer.add("decode", 5, 9, rows=2)
+        tracer.add("save", 1, 3)
+    path.write_text(path.read_text() + '["deco')
+    assert read_spans(path) == [("save", 1, 3, {}), ("decode", 5, 9, {"rows": 2})]
 
 
 def test_spans_are_written_in_batches_and_on_request(tmp_path: Path) -> None:

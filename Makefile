@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast faults kills lint types base figures algorithms clean
+.PHONY: demo test test-fast faults kills lint types base figures algorithms planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
@@ -53,6 +53,10 @@ algorithms: $(VENV)/.ready
 	$(BIN)/midflight compare recipes/cpu_demo.toml --losses $(LOSSES) --steps 400 --seeds 3 --accuracy-every 40 \
 		--out $(ALGORITHM_RUNS)
 	cp $(ALGORITHM_RUNS)/compare.png docs/images/algorithms.png
+
+# The pictures of docs/planner.md and the numbers in it: simulated, some three minutes, the same on every machine.
+planner-figures: $(VENV)/.ready
+	$(BIN)/python benchmarks/planner_figures.py
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml

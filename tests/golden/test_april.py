@@ -5,7 +5,6 @@ Batches of 32 groups of 8; lengths spread between groups and, less, within them,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,9 +16,9 @@ from midflight.protocols import Schedule
 from midflight.schedules.april import AprilSchedule
 from midflight.sim.costs import AffineCost
 from midflight.sim.events import SimulatedRun, simulate
+from midflight.sim.from_scratch import from_scratch
 from midflight.sim.lengths import GroupedLogNormal
 from midflight.sim.outcome import Outcome
-from midflight.types import FleetView
 
 GROUP_SIZE = 8
 BATCH_SIZE = 32 * GROUP_SIZE
@@ -29,29 +28,25 @@ NUM_STEPS = 120 + NUM_WARM_UP
 PER_64 = AffineCost(1.0, 1 / 64)
 
 
-def run_of(
-    schedule: Schedule, cost: AffineCost, seed: int, filter_rate: float = 0.0, steps: int = NUM_STEPS
-) -> Outcome:
-    return simulate(
-        SimulatedRun(
-            schedule=schedule,
-            lengths=LENGTHS,
-            step_cost=cost,
-            num_engines=1,
-            batch_size=BATCH_SIZE,
-            group_size=GROUP_SIZE,
-            num_steps=steps,
-            train_time_per_token=0.0,
-            filter_rate=filter_rate,
-            seed=seed,
-        )
+def run_of(schedule: Schedule, cost: AffineCost, seed: int, filter_rate: float = 0.0) -> SimulatedRun:
+    return SimulatedRun(
+        schedule=schedule,
+        lengths=LENGTHS,
+        step_cost=cost,
+        num_engines=1,
+        batch_size=BATCH_SIZE,
+        group_size=GROUP_SIZE,
+        num_steps=NUM_STEPS,
+        train_time_per_token=0.0,
+        filter_rate=filter_rate,
+        seed=seed,
     )
 
 
 @cache
 def over_sampled(over_sampling: float, cost: AffineCost) -> list[Outcome]:
     schedule = AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling)
-    return [run_of(schedule, cost, seed).after(NUM_WARM_UP) for seed in range(3)]
+    return [simulate(run_of(schedule, cost, seed)).after(NUM_WARM_UP) for seed in range(3)]
 
 
 def gain(over_sampling: float, cost: AffineCost) -> float:
@@ -122,32 +117,14 @@ def test_without_over_sampling_it_waits_for_all() -> None:
         assert run.figures()["old_token_fraction"] == 0
 
 
-@dataclass(frozen=True, slots=True)
-class ThrowAway(AprilSchedule):
-    """What dynamic sampling is compared with: a batch at a time, and nothing is kept for the next one."""
-
-    def num_to_admit(self, fleet: FleetView) -> int:
-        live = fleet.num_started - fleet.num_batches * self.batch_size
-        return self.num_held if fleet.num_batches == fleet.version and live < self.batch_size else 0
-
-
 @pytest.mark.slow
 def test_dynamic_sampling_with_half_of_the_groups_filtered() -> None:
     expected = EXPECTED["P7_dapo_filt.5_affine64"]
     over = AprilSchedule(BATCH_SIZE, GROUP_SIZE, 2.0, refill="over_sampled")
-    runs = [run_of(over, PER_64, seed, filter_rate=0.5).after(NUM_WARM_UP) for seed in range(5)]
-    # Each iteration of what throws everything away is a run of its own.
-    alone = ThrowAway(BATCH_SIZE, GROUP_SIZE, 1.0)
-    batches = [run_of(alone, PER_64, seed, filter_rate=0.5, steps=1).batches[0] for seed in range(1000, 1500)]
-    time = sum(batch.handed_over.time for batch in batches)
-    trained, generated = (
-        sum(batch.num_tokens for batch in batches) / time,
-        sum(batch.handed_over.generated_tokens for batch in batches) / time,
-    )
-    gain_trained = np.mean([run.rate for run in runs]) / trained
+    runs = [simulate(run_of(over, PER_64, seed, filter_rate=0.5)).after(NUM_WARM_UP) for seed in range(5)]
+    alone = from_scratch(run_of(over, PER_64, 0, filter_rate=0.5), range(1000, 1500))
+    gain_trained = np.mean([run.rate for run in runs]) / alone.rate
     assert gain_trained == pytest.approx(expected["gain_trained"]["mean"], rel=0.06)
-    gain_generated = np.mean([run.generated_rate for run in runs]) / generated
+    gain_generated = np.mean([run.generated_rate for run in runs]) / alone.generated_rate
     assert gain_generated == pytest.approx(expected["gain"]["mean"], rel=0.03)
-    filtered = [batch.handed_over.discarded_tokens for batch in batches]
-    wasted = 1 - trained / generated - sum(filtered) / (generated * time)
-    assert wasted == pytest.approx(expected["base_wasted"]["mean"], abs=0.02)
+    assert alone.thrown_away_fraction == pytest.approx(expected["base_wasted"]["mean"], abs=0.02)

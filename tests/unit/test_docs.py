@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from midflight.bench.variants import parse_variants
-from midflight.config import load_recipe
+from midflight.config import load_recipe, load_scenario
 from midflight.launch.build import check_recipe
+from midflight.launch.planning import estimate_scenario
 from midflight.trainer import deepspeed
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benc
 # As a line of its own, or in backquotes within one.
 COMMAND = re.compile(r"(?:^|`)(midflight (?:train|compare) recipes/[^`#\n]+)", re.MULTILINE)
 COMMANDS = sorted({found.strip() for page in PAGES for found in COMMAND.findall(page.read_text())})
+
+SCENARIO_COMMAND = re.compile(r"^(?:\$ )?(midflight (?:plan|simulate) scenarios/[^#\n]+)", re.MULTILINE)
+SCENARIO_COMMANDS = sorted({found.strip() for page in PAGES for found in SCENARIO_COMMAND.findall(page.read_text())})
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,19 @@ def test_a_command_of_the_documentation_would_run(command: str) -> None:
         if recipe.trainer.backend == "deepspeed" and not deepspeed.is_installed():
             pytest.skip("the package deepspeed is not installed")
         check_recipe(recipe)
+
+
+def test_the_documentation_has_commands_for_scenarios() -> None:
+    assert len(SCENARIO_COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("command", SCENARIO_COMMANDS)
+def test_a_scenario_of_the_documentation_is_one(command: str) -> None:
+    _, verb, path, *arguments = shlex.split(command)
+    scenario = load_scenario(ROOT / path, [each for each in arguments if re.fullmatch(r"\w+\.\w+=.*", each)])
+    options = {each for each in arguments if each.startswith("--")}
+    assert options <= ({"--max-lag", "--max-mean-lag", "--rate", "--lag"} if verb == "plan" else set())
+    estimate_scenario(scenario)
 
 
 def test_the_loss_that_the_documentation_shows_computes_something() -> None:

@@ -297,6 +297,7 @@ class TrainingBatch:
     lag_histogram: dict[int, int]  # token_lag (in optimizer steps) -> tokens that carry loss
     lag_by_position: Float32Array  # [10] mean token_lag in each tenth of a response; NaN where there is no token
     trained_lengths: Int32Array  # [num_rollouts] response tokens
+    has_gradient: BoolArray  # [num_rollouts] whether it is in `microbatches`
     generated_lengths: Int32Array  # of the rollouts whose generation ended since the last batch
     dropped_lengths: Int32Array  # of those that were filtered or dropped since then
     metrics: dict[str, float]  # measured upstream; goes into the step's metrics line

@@ -60,6 +60,11 @@ class RecordedRun:
         """Response tokens of all rollouts that were trained on, from the first step on, siblings side by side."""
         return [length for line in [*self.first_lines, *self.lines] for length in line["length/by_rollout"]]
 
+    @property
+    def has_gradient(self) -> list[int]:
+        """Of those rollouts: 0 if nothing was computed for it."""
+        return [flag for line in [*self.first_lines, *self.lines] for flag in line["has_gradient/by_rollout"]]
+
 
 def planned_runs(recipe: Recipe) -> list[PlannedRun]:
     """One long run for phases at the same time and one for phases in turns, the recipe's own schedule among them.

@@ -26,7 +26,7 @@ from midflight.config.scenario import (
 )
 from midflight.launch.build import num_threads
 
-_MAX_LENGTHS = 16_384  # rollouts in the file
+_MAX_LENGTHS = 65_536  # rollouts in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def scenario_of(recipe: Recipe, recorded: Sequence[RecordedRun]) -> Scenario:
             group_size=recipe.batch.group_size,
             filter_rate=_rounded(_filter_rate(at_once[0], recipe.batch.group_size)),
         ),
-        lengths=ListedLengthsConfig(lengths=_thinned(at_once[0].lengths, recipe.batch.group_size), order="cycled"),
+        lengths=_lengths_section(at_once[0], recipe.batch.group_size),
         schedule=recipe.schedule,
         decode=_decode_section(split.decode, engine_devices),
         training=_training_section(split.training, trainer_devices),
@@ -109,11 +109,23 @@ def _filter_rate(run: RecordedRun, group_size: int) -> float:
     return float(num_filtered / max(num_filtered + num_rollouts / group_size, 1))
 
 
-def _thinned(lengths: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Of as many whole groups as fit a file, evenly over the run, so that siblings stay together."""
-    groups = [tuple(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
-    num_kept = min(len(groups), max(1, _MAX_LENGTHS // group_size))
-    return tuple(max(1, length) for index in range(num_kept) for length in groups[index * len(groups) // num_kept])
+def _lengths_section(run: RecordedRun, group_size: int) -> ListedLengthsConfig:
+    """Of as many whole groups as fit a file, evenly over the run, so that siblings stay together.
+
+    Which of them have a gradient is part of it: those with long responses have one more often, and ever fewer do.
+    """
+    lengths, has_gradient = (_groups(values, group_size) for values in (run.lengths, run.has_gradient))
+    num_kept = min(len(lengths), max(1, _MAX_LENGTHS // group_size))
+    kept = [index * len(lengths) // num_kept for index in range(num_kept)]
+    return ListedLengthsConfig(
+        lengths=tuple(max(1, length) for index in kept for length in lengths[index]),
+        order="cycled",
+        has_gradient=tuple(any(has_gradient[index]) for index in kept),
+    )
+
+
+def _groups(values: Sequence[int], group_size: int) -> list[Sequence[int]]:
+    return [values[start : start + group_size] for start in range(0, len(values), group_size)]
 
 
 def _rounded(value: float) -> float:

@@ -41,6 +41,7 @@ def _batch(index: int, trajectories: Sequence[Trajectory], num_ranks: int, max_t
         lag_histogram={index: int(lengths.sum())},
         lag_by_position=np.full(10, index, np.float32),
         trained_lengths=lengths,
+        has_gradient=np.ones(len(lengths), np.bool_),
         generated_lengths=lengths,
         dropped_lengths=np.zeros(0, np.int32),
         metrics={"versions_per_rollout/max": 1.0, "time/rollout_s": 0.0, "carried_token_fraction": 0.0},

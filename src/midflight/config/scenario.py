@@ -84,9 +84,16 @@ class ListedLengthsConfig(Section):
     order: Literal["random", "cycled"] = Field(
         "random", description="draw from the list, or go through it again and again"
     )
+    has_gradient: tuple[bool, ...] | None = Field(
+        None,
+        description="with order = 'cycled', of each group of batch.group_size lengths: whether training on it takes"
+        " time; default: as training.without_gradient_fraction has it",
+    )
 
     @pydantic.model_validator(mode="after")
     def check_counts(self) -> ListedLengthsConfig:
+        if self.has_gradient is not None and self.order != "cycled":
+            raise ValueError(f"has_gradient is of order = 'cycled', and it is {self.order!r}")
         if self.counts is None:
             return self
         if len(self.counts) != len(self.lengths):
@@ -202,6 +209,18 @@ class Scenario(Section):
     colocated_delays: DelaysConfig | None = None
     failures: FailuresConfig = FailuresConfig()
     simulation: SimulationConfig = SimulationConfig()
+
+    @pydantic.model_validator(mode="after")
+    def check_gradients(self) -> Scenario:
+        listed = self.lengths
+        if not isinstance(listed, ListedLengthsConfig) or listed.has_gradient is None:
+            return self
+        if len(listed.has_gradient) * self.batch.group_size != len(listed.lengths):
+            raise ValueError(
+                f"lengths.has_gradient has {len(listed.has_gradient)} groups, and {len(listed.lengths)} lengths in"
+                f" groups of batch.group_size = {self.batch.group_size} are not as many"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def check_queue(self) -> Scenario:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from midflight.config import Scenario
+from midflight.config.scenario import ListedLengthsConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule, training_of
@@ -19,7 +20,7 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
 
 
 def build_run(scenario: Scenario) -> SimulatedRun:
-    schedule = scenario_schedule(scenario)
+    schedule, lengths = scenario_schedule(scenario), scenario.lengths
     workload = build_workload(scenario, schedule.colocated)
     training = training_of(scenario, schedule.colocated)
     num_engines, num_training = workload.num_colocated_engines if schedule.colocated else 0, workload.num_gpus
@@ -40,6 +41,7 @@ def build_run(scenario: Scenario) -> SimulatedRun:
         group_size=scenario.batch.group_size,
         filter_rate=scenario.batch.filter_rate,
         without_gradient_fraction=training.without_gradient_fraction,
+        has_gradient=lengths.has_gradient if isinstance(lengths, ListedLengthsConfig) else None,
         delays=Delays(workload.transfer, workload.preprocess, workload.update_pause, workload.handover_pause),
         failures=_failures(scenario),
         seed=scenario.simulation.seed,

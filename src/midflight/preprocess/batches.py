@@ -84,6 +84,7 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
         lag_histogram=_lag_histogram(trajectories, index),
         lag_by_position=_lag_by_position(rollouts, index),
         trained_lengths=lengths,
+        has_gradient=np.array(has_gradient, np.bool_),
         generated_lengths=np.array(chosen.generated_lengths, np.int32),
         dropped_lengths=np.array(chosen.dropped_lengths, np.int32),
         metrics={

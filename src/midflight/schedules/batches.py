@@ -24,8 +24,20 @@ def num_startable(fleet: FleetView, batch_size: int, max_lag: int) -> int:
     return (fleet.version + max_lag + 1) * batch_size - fleet.num_started
 
 
-def in_start_order(fleet: FleetView, ready: Sequence[ReadyGroup]) -> list[ReadyGroup]:
-    """The ready groups that nothing started earlier is still to come before, in the order they were started."""
+def take_in_start_order(fleet: FleetView, ready: Sequence[ReadyGroup], batch_size: int) -> BatchChoice | None:
+    """`take_batch` of the groups that nothing started earlier is still to come before, in the order they were started.
+
+    All groups have as many rollouts.
+    """
     oldest_open = fleet.oldest_open_group
-    before_open = ready if oldest_open is None else [group for group in ready if group.group_id < oldest_open]
-    return sorted(before_open, key=lambda group: group.group_id)
+    if oldest_open is None:
+        return take_batch(_by_start(ready), batch_size)
+    # All before it are trained, ready or gone. Often these are too few, and what is ready after it can be very many.
+    num_before = oldest_open * next((group.num_rollouts for group in ready), 0)
+    if num_before < (fleet.num_batches + 1) * batch_size:
+        return None
+    return take_batch(_by_start(group for group in ready if group.group_id < oldest_open), batch_size)
+
+
+def _by_start(groups: Iterable[ReadyGroup]) -> list[ReadyGroup]:
+    return sorted(groups, key=lambda group: group.group_id)

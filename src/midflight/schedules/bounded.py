@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from midflight.schedules.batches import in_start_order, num_startable, take_batch
+from midflight.schedules.batches import num_startable, take_in_start_order
 from midflight.types import BatchChoice, FleetView, ReadyGroup
 
 
@@ -42,7 +42,7 @@ class BoundedSchedule:
         return False
 
     def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
-        return take_batch(in_start_order(fleet, ready), self.batch_size)
+        return take_in_start_order(fleet, ready, self.batch_size)
 
     def should_update_weights(self, fleet: FleetView) -> bool:
         at_boundary = not fleet.num_in_flight

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from midflight.schedules.batches import in_start_order, num_startable, take_batch
+from midflight.schedules.batches import num_startable, take_batch, take_in_start_order
 from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 
 
@@ -54,7 +54,9 @@ class PipelineSchedule:
     def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
         if self.when_full == "drop_oldest" and fleet.num_batches > fleet.newest_version:
             return self._drop_oldest(fleet, ready)
-        return take_batch(ready if self.max_lag is None else in_start_order(fleet, ready), self.batch_size)
+        if self.max_lag is not None:
+            return take_in_start_order(fleet, ready, self.batch_size)
+        return take_batch(ready, self.batch_size)
 
     def should_update_weights(self, fleet: FleetView) -> bool:
         return fleet.newest_version > fleet.version

@@ -63,14 +63,26 @@ class ReadyGroups(Sequence[ReadyGroup]):
         self.num_rollouts -= self.groups.pop(group_id).num_rollouts
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Which groups training takes time for: all but a share, or as a list says that is gone through again and again."""
+
+    without_fraction: float = 0.0
+    listed: tuple[bool, ...] | None = None
+
+    def draw(self, rng: np.random.Generator, first_group: int, num_groups: int) -> list[bool]:
+        if self.listed is None:
+            has_gradient: list[bool] = (rng.random(num_groups) >= self.without_fraction).tolist()
+            return has_gradient
+        return [self.listed[group % len(self.listed)] for group in range(first_group, first_group + num_groups)]
+
+
 class SimActor:
     """Lengths and filtering depend on the seed and the group alone, not on when a group is started."""
 
-    def __init__(
-        self, lengths: Lengths, group_size: int, filter_rate: float, without_gradient_fraction: float, seed: int
-    ) -> None:
+    def __init__(self, lengths: Lengths, group_size: int, filter_rate: float, gradients: Gradients, seed: int) -> None:
         self._group_size, self._filter_rate, self._seed = group_size, filter_rate, seed
-        self._without_gradient_fraction = without_gradient_fraction
+        self._gradients = gradients
         self._lengths = lengths
         self._drawn: list[tuple[list[int], bool, bool]] = []
         self._next_group = 0
@@ -165,8 +177,8 @@ class SimActor:
         rng = np.random.default_rng((self._seed, first_group))
         lengths = self._lengths.draw(rng, first_group, _NUM_DRAWN, self._group_size)
         filtered = rng.random(_NUM_DRAWN) < self._filter_rate
-        has_gradient = rng.random(_NUM_DRAWN) >= self._without_gradient_fraction
-        self._drawn = list(zip(lengths.tolist(), filtered.tolist(), has_gradient.tolist(), strict=True))
+        has_gradient = self._gradients.draw(rng, first_group, _NUM_DRAWN)
+        self._drawn = list(zip(lengths.tolist(), filtered.tolist(), has_gradient, strict=True))
 
     def _oldest_open_group(self) -> GroupId | None:
         while self._oldest_open < self._next_group:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from midflight.errors import ScenarioError
 from midflight.protocols import Schedule
-from midflight.sim.actor import SimActor
+from midflight.sim.actor import Gradients, SimActor
 from midflight.sim.costs import StepCost
 from midflight.sim.engines import Engine, SimRollout, StepTimes
 from midflight.sim.failures import NO_FAILURES, Failures
@@ -54,6 +54,7 @@ class SimulatedRun:
     group_size: int = 1
     filter_rate: float = 0.0  # share of finished groups that dynamic sampling leaves out
     without_gradient_fraction: float = 0.0  # share of groups that are trained on in no time
+    has_gradient: tuple[bool, ...] | None = None  # instead, of one group after another, again from the start at its end
     delays: Delays = field(default_factory=Delays)
     failures: Failures = NO_FAILURES  # what such an engine had in flight goes on elsewhere, with its tokens
     seed: int = 0
@@ -89,7 +90,8 @@ class _Kind:
 class _Simulation:
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self._schedule = run, run.schedule
-        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, run.without_gradient_fraction, run.seed)
+        gradients = Gradients(run.without_gradient_fraction, run.has_gradient)
+        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, gradients, run.seed)
         times = StepTimes(run.step_cost)
         self._engines = [Engine(index, times) for index in range(run.num_engines)]
         self._pool = Pool(self._engines, run.schedule.max_in_flight)

@@ -211,6 +211,7 @@ class TrainLoop:
             **lag_metrics(batch.lag_histogram),
             "lag/by_position": batch.lag_by_position.tolist(),
             "length/by_rollout": batch.trained_lengths.tolist(),
+            "has_gradient/by_rollout": batch.has_gradient.astype(int).tolist(),
             "bias/length_ks": length_ks(state.generated_lengths, state.trained_lengths),
             **step,
             "throughput/trained_tokens_per_s": (now.trained_tokens - self._seen.trained_tokens) / elapsed,

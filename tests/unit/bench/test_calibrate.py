@@ -46,7 +46,8 @@ def line(
 ) -> dict[str, Any]:
     elapsed = busy_s + idle_s
     return {
-        "length/by_rollout": [*lengths], "lag/tokens_by_lag": [computed, 0], "time/step_s": elapsed,
+        "length/by_rollout": [*lengths], "has_gradient/by_rollout": [0] * 8 + [1] * (len(lengths) - 8),
+        "lag/tokens_by_lag": [computed, 0], "time/step_s": elapsed,
         "idle/trainer_fraction": idle_s / elapsed, "idle/generation_fraction": 0.0,
         "queue/ungraded_rollouts": float(ungraded), "dropped/filtered_groups": 0.0,
     }  # fmt: skip
@@ -218,17 +219,19 @@ def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: 
     lengths = build_lengths(scenario.lengths).draw(np.random.default_rng(0), 0, 120, 8)
     assert (lengths == lengths[:, :1]).all()
     assert lengths[:, 0].tolist() == [1 + group // 4 for group in range(120)]
+    assert scenario.lengths.has_gradient == (False, True, True, True) * 30
 
 
 def test_long_runs_leave_a_sample_of_whole_groups() -> None:
     recipe = load_recipe(RECIPE)
     runs = [recorded(plan) for plan in planned_runs(recipe)]
-    runs[0].lines.extend([line([100 + step] * 32, 32, 0.05) for step in range(1000)])
-    lengths = scenario_of(recipe, runs).lengths.lengths
-    assert len(lengths) == 16_384
-    assert lengths[0] == 1
-    assert lengths[-1] == 1099
-    assert all(len(set(lengths[start : start + 8])) == 1 for start in range(0, 16_384, 8))
+    runs[0].lines.extend([line([100 + step] * 32, 32, 0.05) for step in range(4000)])
+    listed = scenario_of(recipe, runs).lengths
+    assert len(listed.lengths) == 65_536
+    assert len(listed.has_gradient) == 65_536 // 8
+    assert listed.lengths[0] == 1
+    assert listed.lengths[-1] >= 4098
+    assert all(len(set(listed.lengths[start : start + 8])) == 1 for start in range(0, 65_536, 8))
 
 
 def test_a_short_run_that_fails_to_measure_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def batch(index: int) -> TrainingBatch:
     return TrainingBatch(
         index=index, group_ids=[GroupId(2 * index), GroupId(2 * index + 1)], microbatches=[[]], num_rollouts=8,
         num_loss_tokens=0, num_response_tokens=0, lag_histogram={}, lag_by_position=np.zeros(10, np.float32),
-        generated_lengths=NONE, trained_lengths=NONE, dropped_lengths=NONE, metrics={},
+        generated_lengths=NONE, trained_lengths=NONE, has_gradient=NONE.astype(bool), dropped_lengths=NONE, metrics={},
         actor_state=actor_after(index + 1),
     )  # fmt: skip
 

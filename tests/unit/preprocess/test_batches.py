@@ -132,6 +132,7 @@ def test_an_empty_response_is_counted_and_not_packed(advantage: Any, normalize_a
     assert [each.rewards.tolist() for each in packed(batch)] == [[-1.0]]
     assert batch.num_rollouts == 2
     assert batch.trained_lengths.tolist() == [0, 3]
+    assert batch.has_gradient.tolist() == [False, True]
     assert batch.metrics["without_gradient_fraction"] == 0.5
     assert_finite(batch)
 

@@ -89,6 +89,7 @@ def batch(index: int, advantage: float) -> TrainingBatch:
         lag_histogram={0: 2},
         lag_by_position=np.zeros(10, np.float32),
         trained_lengths=np.array([2], np.int32),
+        has_gradient=np.array([True]),
         generated_lengths=np.array([2, 7], np.int32),
         dropped_lengths=np.zeros(0, np.int32),
         metrics={

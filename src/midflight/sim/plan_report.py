@@ -12,7 +12,7 @@ from midflight.sim.planner import Choice, Plan
 from midflight.types import Float64Array
 
 _HEADER = (
-    f"{'':14}{'engines':>8}{'in flight':>11}{'training GPUs':>15}{'rate':>10}{'max lag':>9}{'mean lag':>10}"
+    f"{'':14}{'engines':>8}{'in flight':>11}{'training GPUs':>15}{'rate':>13}{'max lag':>9}{'mean lag':>10}"
     f"{'trainer busy':>14}{'conventional':>14}{'speed-up':>10}"
 )
 
@@ -72,7 +72,7 @@ def _row(name: str, choice: Choice) -> str:
 def _cells(name: str, estimate: Estimate, max_lag: float) -> str:
     in_flight = estimate.num_in_flight or "a batch"
     return (
-        f"{name:14}{estimate.num_engines:>8}{in_flight:>11}{estimate.num_training_gpus:>15}{_rate(estimate.rate):>10}"
+        f"{name:14}{estimate.num_engines:>8}{in_flight:>11}{estimate.num_training_gpus:>15}{_rate(estimate.rate):>13}"
         f"{max_lag:>9}{estimate.mean_lag:>10.4g}{estimate.trainer_share:>14.0%}"
     )
 

@@ -74,10 +74,12 @@ def simulate(
 ) -> None:
     """Run a schedule on a virtual clock: trained tokens per time, lag of every token, who waits."""
     from midflight.launch.planning import estimate_scenario
+    from midflight.launch.run_directory import check_output
     from midflight.launch.simulation import simulate_scenario
     from midflight.sim.simulation_report import simulation_json, simulation_text
 
     scenario = load_scenario(scenario_path, overrides or [])
+    check_output(plot)
     outcome = simulate_scenario(scenario)
     estimate = None if scenario.batch.filter_rate else estimate_scenario(scenario)
     if plot:
@@ -106,8 +108,10 @@ def calibrate(
     """Measure decoding, training and delays with real runs of a recipe. Leave the machine alone meanwhile."""
     from midflight.bench.calibrate import plan_calibration, run_calibration
     from midflight.bench.calibration_text import calibration_text, rate_tables
-    from midflight.launch.run_directory import write_whole
+    from midflight.launch.run_directory import check_output, write_whole
 
+    check_output(out)
+    check_output(plot)
     calibration = plan_calibration(recipe_path, overrides or [], seconds)
     scenario, figures = run_calibration(calibration, out_runs, _report)
     write_whole(out, dump_toml(scenario))

@@ -103,6 +103,7 @@ def test_every_schedule(
         (["schedule.type=april", "schedule.refill=over_sampled", "schedule.num_in_flight=9"], "schedule: refill = "),
         (["schedule.type=magic"], "schedule.type: there is no 'magic'"),
         (["lengths.type=run", "lengths.directory=nowhere"], "lengths.directory: "),
+        (["--plot", "/nowhere/lag.png"], "cannot write /nowhere/lag.png: there is no directory /nowhere"),
     ],
 )
 def test_a_wrong_scenario_is_one_clear_line(arguments: list[str], message: str) -> None:

@@ -12,7 +12,7 @@ from midflight.launch.report import labels_of, smoothed, steps_of
 from midflight.launch.summary import mean_by_lag
 from midflight.metrics.jsonl import MetricsLine
 from midflight.metrics.segments import LAG_EDGES, LAG_LABELS, NUM_POSITIONS
-from midflight.plotting import COLORS, load_pyplot, style_axis
+from midflight.plotting import COLORS, load_pyplot, save_figure, style_axis
 
 _MIDDLES = [100 * (index + 0.5) / NUM_POSITIONS for index in range(NUM_POSITIONS)]  # of the tenths, in %
 
@@ -49,8 +49,7 @@ def plot_diagnostics(directories: Sequence[Path], out: Path) -> None:
     for axis in axes.flat:
         style_axis(axis)
     figure.legend(*kl_by_position.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def _measured(directory: Path) -> list[MetricsLine]:

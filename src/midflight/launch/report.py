@@ -11,7 +11,7 @@ from typing import Any
 from midflight.errors import RunDirectoryError
 from midflight.launch.run_directory import RunDirectory
 from midflight.metrics.jsonl import MetricsLine, read_metrics
-from midflight.plotting import COLORS, load_pyplot, style_axis
+from midflight.plotting import COLORS, load_pyplot, save_figure, style_axis
 
 _SMOOTHED_OVER = 1 / 12  # of the run
 
@@ -58,8 +58,7 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
         style_axis(axis)
     axes[0].set_ylabel("reward")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def _summary(directory: Path) -> dict[str, Any]:

@@ -190,6 +190,14 @@ def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
     return run, load_recipe(run.config, overrides)
 
 
+def check_output(path: Path | None) -> None:
+    """Whether a file can be written there, before the work that it is of. Raises: RunDirectoryError."""
+    if path is not None and not path.parent.is_dir():
+        raise RunDirectoryError(f"cannot write {path}: there is no directory {path.parent}")
+    if path is not None and path.is_dir():
+        raise RunDirectoryError(f"cannot write {path}: it is a directory")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace the file at once, so that a full disk leaves the old one.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midflight.plotting import COLORS, load_pyplot, style_axis
+from midflight.plotting import COLORS, load_pyplot, save_figure, style_axis
 from midflight.sim.costs import RateTable, rates
 from midflight.sim.outcome import NUM_POSITIONS, Outcome
 from midflight.sim.planner import Plan
@@ -35,8 +35,7 @@ def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
         axis.set_xlabel("max lag, optimizer steps")
         axis.set_ylim(bottom=0)
         style_axis(axis)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> None:
@@ -53,8 +52,7 @@ def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> No
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False)
     style_axis(axis)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def plot_outcome(outcome: Outcome, time_unit: str, out: Path) -> None:
@@ -82,5 +80,4 @@ def plot_outcome(outcome: Outcome, time_unit: str, out: Path) -> None:
     for axis in (lags, positions, speed):
         axis.set_ylim(bottom=0)
         style_axis(axis)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)

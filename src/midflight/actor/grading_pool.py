@@ -35,6 +35,7 @@ from midflight.types import GradedResponse, Problem, RolloutId
 _MAX_AT_ONCE = 32
 _MAX_CHARACTERS_AT_ONCE = 32_768
 _MAX_STALL_S = 1.0  # what does not fit the pipe waits so long for a process that should be reading, and is not
+_PARENT_CHECK_S = 1.0
 # A process that dies may have been killed by somebody else; what it is at twice when it dies is to blame.
 _MAX_ATTEMPTS = 2
 _MAX_TIMEOUTS_IN_A_ROW = 8  # each costs its full time, so a verifier that only hangs must end the run soon
@@ -295,6 +296,8 @@ def _end_with_parent() -> None:
 
     def wait_for_its_end() -> None:
         parent.join()
+        while os.getppid() == parent.pid:  # a verifier that closes every file has closed what this waited for
+            time.sleep(_PARENT_CHECK_S)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait_for_its_end, daemon=True).start()

@@ -96,16 +96,16 @@ class SimActor:
 
     def fleet(self, num_updates: int, version: int, newest_version: int, num_engines: int) -> FleetView:
         return FleetView(
-            version,
-            newest_version,
-            self.num_batches,
-            self.num_started,
-            num_engines,
-            self.num_in_flight,
-            0,
-            self.num_finished,
-            self._versions.most(num_updates),
-            self._oldest_open_group(),
+            version=version,
+            newest_version=newest_version,
+            num_batches=self.num_batches,
+            num_started=self.num_started,
+            num_engines=num_engines,
+            num_in_flight=self.num_in_flight,
+            num_ungraded=0,
+            num_finished=self.num_finished,
+            most_versions_in_flight=self._versions.most(num_updates),
+            oldest_open_group=self._oldest_open_group(),
         )
 
     def admit(self, num_updates: int) -> SimRollout:

@@ -81,7 +81,7 @@ def simulate(
     scenario = load_scenario(scenario_path, overrides or [])
     check_output(plot)
     outcome = simulate_scenario(scenario)
-    estimate = None if scenario.batch.filter_rate else estimate_scenario(scenario)
+    estimate = estimate_scenario(scenario)
     if plot:
         from midflight.sim.plots import plot_outcome
 

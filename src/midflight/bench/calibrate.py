@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from midflight.bench.calibration_runs import RecordedRun, planned_runs, record
 from midflight.bench.calibration_scenario import scenario_of
+from midflight.bench.compare import RunLength
 from midflight.bench.machine import describe_machine
+from midflight.bench.runs import kept_in
 from midflight.config import Recipe, Scenario, load_recipe
 from midflight.config.scenario import ListedLengthsConfig
 from midflight.errors import BenchmarkError, RecipeError
 from midflight.launch.build import check_recipe
-from midflight.launch.run_directory import create_directory
 
 _BUSY = 0.5  # cores that others are using
 _OURS = {
@@ -46,8 +44,7 @@ def plan_calibration(recipe_path: Path, overrides: Sequence[str], seconds: float
 
     Raises: RecipeError or ModelError, whatever any of the runs would end with, and for what cannot be measured.
     """
-    if not 0 < seconds < math.inf:
-        raise RecipeError(f"--seconds: should be greater than 0, got {seconds:g}")
+    RunLength(seconds=seconds).check()
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in _OURS:
@@ -70,12 +67,7 @@ def run_calibration(calibration: Calibration, runs: Path | None, report: Report)
     machine = describe_machine()
     if float(machine["load_average_1min"]) > _BUSY:
         report(f"this machine is busy (load average {machine['load_average_1min']}): it will look slower than it is")
-    with ExitStack() as stack:
-        if runs is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="midflight-calibrate-")))
-        else:
-            directory = runs.resolve()
-            create_directory(directory)
+    with kept_in(runs) as directory:
         recorded = _record_all(calibration, directory, report)
     scenario = scenario_of(calibration.recipe, recorded)
     return scenario, {

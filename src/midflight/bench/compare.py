@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +40,13 @@ class RunLength:
 
     seconds: float | None = None
     steps: int | None = None
+
+    def check(self) -> None:
+        """Raises: RecipeError if no run has that length."""
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise RecipeError(f"--seconds: should be greater than 0, got {self.seconds:g}")
+        if self.steps is not None and self.steps < 1:
+            raise RecipeError(f"--steps: should be at least 1, got {self.steps}")
 
     @property
     def overrides(self) -> list[str]:
@@ -130,10 +136,7 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
 
 
 def _check_options(length: RunLength, num_seeds: int, accuracy_every: int) -> None:
-    if length.seconds is not None and not 0 < length.seconds < math.inf:
-        raise RecipeError(f"--seconds: should be greater than 0, got {length.seconds:g}")
-    if length.steps is not None and length.steps < 1:
-        raise RecipeError(f"--steps: should be at least 1, got {length.steps}")
+    length.check()
     if num_seeds < 1:
         raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
     if accuracy_every < 0:
@@ -153,8 +156,7 @@ def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
 
 
 def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report: Report) -> Figures:
-    name = re.sub(r"[^\w.]+", "-", variant.text)
-    directory = out / f"{name}-seed-{seed}"
+    directory = out / f"{variant.file_name}-seed-{seed}"
     summary = train(comparison.recipe_path, directory, _run_overrides(comparison, variant, seed))
     report(f"  {summary['steps']} steps, {summary['samples']:,} samples in {summary['train_wall_s']:.1f} s")
     lines = read_metrics(RunDirectory(directory).metrics)

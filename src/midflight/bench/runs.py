@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from midflight.errors import WorkerError
+from midflight.launch.run_directory import create_directory
+
+
+@contextlib.contextmanager
+def kept_in(directory: Path | None) -> Iterator[Path]:
+    """Where runs are left: `directory`, new or empty, or if that is None one that is gone at the end.
+
+    Raises: RunDirectoryError if it holds something or cannot be written.
+    """
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="midflight-runs-") as temporary:
+            yield Path(temporary)
+        return
+    create_directory(directory)
+    yield directory.resolve()
 
 
 def train(recipe: Path, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -7,23 +7,18 @@ that they are asked other problems than those the calibration measured.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from midflight.bench.compare import RunLength
 from midflight.bench.machine import describe_machine
-from midflight.bench.runs import train
+from midflight.bench.runs import kept_in, train
 from midflight.bench.variants import Variant
 from midflight.config import Recipe, Scenario, load_recipe
 from midflight.config.scenario import SimulationConfig
-from midflight.errors import RecipeError, ScenarioError
+from midflight.errors import ScenarioError
 from midflight.launch.build import check_recipe
-from midflight.launch.run_directory import create_directory
 from midflight.launch.simulation import simulate_scenario
 from midflight.metrics.lag import lag_metrics
 from midflight.sim.outcome import Outcome
@@ -55,8 +50,7 @@ def plan_validation(
     Raises: RecipeError or ModelError, whatever any of the runs would end with; ScenarioError if the scenario is not of
         this recipe and in seconds.
     """
-    if not 0 < seconds < math.inf:
-        raise RecipeError(f"--seconds: should be greater than 0, got {seconds:g}")
+    RunLength(seconds=seconds).check()
     recipes = tuple(load_recipe(recipe_path, [*overrides, *variant.overrides]) for variant in variants)
     for recipe in recipes:
         check_recipe(recipe)
@@ -72,12 +66,8 @@ def run_validation(validation: Validation, runs: Path | None, report: Report) ->
     """
     machine = describe_machine()
     predicted = [predict(validation.scenario, recipe, validation.seconds) for recipe in validation.recipes]
-    with ExitStack() as stack:
-        if runs is None:
-            runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="midflight-validate-")))
-        else:
-            create_directory(runs)
-        measured = [_measure(validation, variant, runs.resolve(), report) for variant in validation.variants]
+    with kept_in(runs) as directory:
+        measured = [_measure(validation, variant, directory, report) for variant in validation.variants]
     return {
         "machine": machine,
         "recipe": str(validation.recipe_path),
@@ -140,9 +130,8 @@ def _measure(validation: Validation, variant: Variant, directory: Path, report: 
     seed = validation.recipes[0].run.seed + 1
     report(f"{variant.text}: {validation.seconds:g} s")
     overrides = [*validation.overrides, *variant.overrides, f"run.seed={seed}", "eval.num_problems=0"]
-    name = re.sub(r"[^\w.]+", "-", variant.text)
     overrides += RunLength(seconds=validation.seconds).overrides
-    summary = train(validation.recipe_path, directory / name, overrides)
+    summary = train(validation.recipe_path, directory / variant.file_name, overrides)
     return {
         "trained_tokens_per_s": summary["trained_tokens"] / summary["train_wall_s"],
         "mean_lag": summary["mean_lag"],

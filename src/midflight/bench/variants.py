@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from midflight.errors import RecipeError
@@ -16,6 +17,10 @@ class Variant:
     section: str  # whose `type` it is
     text: str
     overrides: tuple[str, ...]
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"[^\w.]+", "-", self.text)
 
 
 def parse_variants(section: str, text: str) -> tuple[Variant, ...]:

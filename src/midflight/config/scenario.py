@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting, max_waiting_of
 from midflight.config.section import Section
 
 
@@ -224,5 +224,5 @@ class Scenario(Section):
 
     @pydantic.model_validator(mode="after")
     def check_queue(self) -> Scenario:
-        check_max_waiting(self.schedule, self.batch.batch_size)
+        check_max_waiting(max_waiting_of(self.schedule), self.batch.batch_size)
         return self

@@ -83,11 +83,15 @@ ScheduleConfig = Annotated[
 ]
 
 
-def check_max_waiting(schedule: ScheduleConfig, batch_size: int) -> None:
-    """Whether a batch fits into the queue. Raises: ValueError."""
-    waiting = schedule.max_waiting if isinstance(schedule, PipelineConfig) else None
-    if waiting is not None and waiting < batch_size:
+def check_max_waiting(max_waiting: int | None, batch_size: int) -> None:
+    """Whether a batch fits into the queue; None: there is no queue. Raises: ValueError."""
+    if max_waiting is not None and max_waiting < batch_size:
         raise ValueError(
-            f"schedule.max_waiting = {waiting} is less than batch.batch_size = {batch_size}: the batch could"
+            f"schedule.max_waiting = {max_waiting} is less than batch.batch_size = {batch_size}: the batch could"
             f" never fill up; {batch_size} or more would work"
         )
+
+
+def max_waiting_of(schedule: ScheduleConfig) -> int | None:
+    """As it is set; None for schedules without a queue, too."""
+    return schedule.max_waiting if isinstance(schedule, PipelineConfig) else None

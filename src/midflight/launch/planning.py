@@ -36,6 +36,8 @@ def estimate_scenario(scenario: Scenario) -> Estimate | None:
     Raises: ScenarioError naming the key that cannot be.
     """
     schedule, num_engines = scenario.schedule, scenario.cluster.num_engines
+    if scenario.batch.filter_rate:
+        return None
     match schedule:
         case ConventionalConfig(num_in_flight=None):
             return conventional(build_workload(scenario, colocated=True), schedule.steps_per_rl_step)

@@ -7,6 +7,7 @@ from midflight.config.scenario import ListedLengthsConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule, training_of
+from midflight.sim.actor import Gradients
 from midflight.sim.costs import StepCost
 from midflight.sim.events import Delays, SimulatedRun, simulate
 from midflight.sim.failures import NO_FAILURES, Failures, RandomFailures
@@ -40,8 +41,10 @@ def build_run(scenario: Scenario) -> SimulatedRun:
         train_time_per_step=training.time_per_step,
         group_size=scenario.batch.group_size,
         filter_rate=scenario.batch.filter_rate,
-        without_gradient_fraction=training.without_gradient_fraction,
-        has_gradient=lengths.has_gradient if isinstance(lengths, ListedLengthsConfig) else None,
+        gradients=Gradients(
+            training.without_gradient_fraction,
+            lengths.has_gradient if isinstance(lengths, ListedLengthsConfig) else None,
+        ),
         delays=Delays(workload.transfer, workload.preprocess, workload.update_pause, workload.handover_pause),
         failures=_failures(scenario),
         seed=scenario.simulation.seed,

@@ -29,8 +29,8 @@ class JsonlWriter:
         self._file = path.open("x" if resume_version is None else "a", encoding="utf-8")
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Append one line. Numbers that are not finite become null, which every JSON reader understands."""
-        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        """Append one line. Numbers that are not finite become null."""
+        self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -110,11 +110,12 @@ def _parse(path: Path, content: bytes) -> list[MetricsLine]:
     return lines
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """The same with null for every number that is not finite, however deep, which every JSON reader understands."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -24,8 +24,9 @@ from midflight.sim.costs import StepCost
 from midflight.sim.engines import Engine, SimRollout, StepTimes
 from midflight.sim.failures import NO_FAILURES, Failures
 from midflight.sim.lengths import Lengths
-from midflight.sim.outcome import BatchRecorder, Outcome, Reading
+from midflight.sim.outcome import Outcome, Reading
 from midflight.sim.pool import Pool
+from midflight.sim.recorder import BatchRecorder
 from midflight.types import FleetView
 
 
@@ -53,8 +54,7 @@ class SimulatedRun:
     train_time_per_step: float = 0.0
     group_size: int = 1
     filter_rate: float = 0.0  # share of finished groups that dynamic sampling leaves out
-    without_gradient_fraction: float = 0.0  # share of groups that are trained on in no time
-    has_gradient: tuple[bool, ...] | None = None  # instead, of one group after another, again from the start at its end
+    gradients: Gradients = field(default_factory=Gradients)  # which groups training takes time for
     delays: Delays = field(default_factory=Delays)
     failures: Failures = NO_FAILURES  # what such an engine had in flight goes on elsewhere, with its tokens
     seed: int = 0
@@ -90,13 +90,12 @@ class _Kind:
 class _Simulation:
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self._schedule = run, run.schedule
-        gradients = Gradients(run.without_gradient_fraction, run.has_gradient)
-        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, gradients, run.seed)
+        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, run.gradients, run.seed)
         times = StepTimes(run.step_cost)
         self._engines = [Engine(index, times) for index in range(run.num_engines)]
         self._pool = Pool(self._engines, run.schedule.max_in_flight)
         self._recorder = BatchRecorder(self._engines, run.lengths.distribution.max)
-        self._events: list[tuple[float, int, int, int]] = []  # (time, kind, order, subject)
+        self._events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, subject, stamp)
         self._order = itertools.count()
         self._now = 0.0
         self._version = self._newest = self._num_trained = 0
@@ -118,15 +117,15 @@ class _Simulation:
                 )
             self._now = self._events[0][0]
             while self._events and self._events[0][0] <= self._now:
-                _, kind, _, subject = heapq.heappop(self._events)
-                self._happen(kind, subject)
+                _, kind, _, subject, stamp = heapq.heappop(self._events)
+                self._happen(kind, subject, stamp)
             self._decide()
         return self._recorder.outcome(self._run.num_steps, self._actor.counts)
 
-    def _happen(self, kind: int, subject: int) -> None:
+    def _happen(self, kind: int, subject: int, stamp: int) -> None:
         match kind:
             case _Kind.ENDED:
-                self._rollouts_end(subject)
+                self._rollouts_end(subject, stamp)
             case _Kind.TRAINED:
                 self._end_training()
             case _Kind.ARRIVED:
@@ -213,8 +212,7 @@ class _Simulation:
         """On the engines with the fewest in flight; what finds no room waits."""
         self._changed.update(self._pool.place(rollouts, self._now))
 
-    def _rollouts_end(self, event: int) -> None:
-        index, stamp = divmod(event, _MAX_STAMP)
+    def _rollouts_end(self, index: int, stamp: int) -> None:
         engine = self._engines[index]
         if stamp != engine.stamp:
             return
@@ -228,7 +226,7 @@ class _Simulation:
         """When something ends next on the engines that have changed; what was foreseen of them before is void."""
         for index, engine in self._changed.items():
             if engine.num_in_flight:
-                self._at(engine.next_end(), _Kind.ENDED, index * _MAX_STAMP + engine.stamp)
+                self._at(engine.next_end(), _Kind.ENDED, index, engine.stamp)
         self._changed.clear()
 
     def _foresee_failure(self, engine: Engine) -> None:
@@ -260,8 +258,5 @@ class _Simulation:
     def _read(self) -> Reading:
         return self._recorder.read(self._now, self._actor.counts)
 
-    def _at(self, time: float, kind: int, subject: int = 0) -> None:
-        heapq.heappush(self._events, (time, kind, next(self._order), subject))
-
-
-_MAX_STAMP = 1 << 40
+    def _at(self, time: float, kind: int, subject: int = 0, stamp: int = 0) -> None:
+        heapq.heappush(self._events, (time, kind, next(self._order), subject, stamp))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from midflight.metrics.jsonl import finite
 from midflight.sim.analytic import Estimate
 from midflight.sim.planner import Choice, Plan
-from midflight.types import Float64Array
 
 _HEADER = (
     f"{'':14}{'engines':>8}{'in flight':>11}{'training GPUs':>15}{'rate':>13}{'max lag':>9}{'mean lag':>10}"
@@ -44,7 +42,7 @@ def plan_text(plan: Plan, time_unit: str) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Numbers that are not finite, or not known, are null."""
-    return {
+    values = {
         "lag": plan.lag,
         "best": _choice_json(plan.best),
         "roomy": _choice_json(plan.roomy),
@@ -56,11 +54,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "front": [_choice_json(row) for row in plan.rows],
         "curve": {
             "max_lag": plan.curve.lags.tolist(),
-            "rate": _finite_list(plan.curve.rates),
-            "conventional_rate": _finite_list(plan.curve.conventional_rates),
+            "rate": plan.curve.rates.tolist(),
+            "conventional_rate": plan.curve.conventional_rates.tolist(),
         },
         "notes": list(plan.notes),
     }
+    return cast(dict[str, Any], finite(values))
 
 
 def _row(name: str, choice: Choice) -> str:
@@ -101,13 +100,4 @@ def _choice_json(choice: Choice | None) -> dict[str, Any] | None:
 
 
 def _estimate_json(estimate: Estimate) -> dict[str, Any]:
-    values = {**asdict(estimate), "max_lag": estimate.max_lag}
-    return {key: _finite(value) if isinstance(value, float) else value for key, value in values.items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _finite_list(values: Float64Array) -> Sequence[float | None]:
-    return [_finite(value) for value in values.tolist()]
+    return {**asdict(estimate), "max_lag": estimate.max_lag}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, cast
 
+from midflight.metrics.jsonl import finite
 from midflight.sim.analytic import Estimate
 from midflight.sim.outcome import Outcome, TrainedBatch
 
@@ -25,11 +25,12 @@ def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str)
 
 def simulation_json(outcome: Outcome, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:
     """Numbers that are not finite are null."""
-    figures: dict[str, Any] = {name: _finite(value) for name, value in outcome.figures().items()}
-    figures["lag/by_position"] = [_finite(value) for value in figures["lag/by_position"]]
-    batches = [_batch_json(batch, with_rollouts) for batch in outcome.measured]
-    formulas = {name: _finite(value) for name, value in _of_formulas(estimate).items()}
-    return {"figures": figures, "formulas": formulas or None, "batches": batches}
+    values: dict[str, Any] = {
+        "figures": outcome.figures(),
+        "formulas": _of_formulas(estimate) or None,
+        "batches": [_batch_json(batch, with_rollouts) for batch in outcome.measured],
+    }
+    return cast(dict[str, Any], finite(values))
 
 
 def _batch_json(batch: TrainedBatch, with_rollouts: bool) -> dict[str, Any]:
@@ -61,10 +62,6 @@ def _of_formulas(estimate: Estimate | None) -> dict[str, float]:
         "lag/mean": estimate.mean_lag,
         "lag/max": estimate.max_lag,
     }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> str:

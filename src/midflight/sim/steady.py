@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from midflight.config.schedules import check_max_waiting
 from midflight.errors import ScenarioError
 from midflight.sim.workload import Workload
 from midflight.types import BoolArray, Float64Array, Int64Array
@@ -36,11 +37,10 @@ class Queue:
 
     def check(self, batch_size: int) -> None:
         """Raises: ScenarioError if a batch could never fill up."""
-        if self.max_waiting is not None and self.max_waiting < batch_size:
-            raise ScenarioError(
-                f"schedule.max_waiting = {self.max_waiting} is less than batch.batch_size = {batch_size}: the batch"
-                f" could never fill up; {batch_size} or more would work"
-            )
+        try:
+            check_max_waiting(self.max_waiting, batch_size)
+        except ValueError as error:
+            raise ScenarioError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,203 @@
+"""Hashes of what a run does, under every schedule: equal before and after a change that must not change any run.
+
+One process and a virtual clock: an optimizer step takes `_TRAIN_TICKS` iterations of the rollout loop, so nothing depends
+on how fast the machine is. Hashes are of float32 results, so they are compared on one kind of machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from midflight.actor.actor import Actor
+from midflight.actor.loop import Intervals, RolloutLoop
+from midflight.bench.machine import describe_machine
+from midflight.config import Recipe, load_recipe
+from midflight.launch.build import (
+    build_actor_config,
+    build_engine,
+    build_learning_rates,
+    build_preprocessing,
+    build_trainer,
+    recipe_schedule,
+)
+from midflight.launch.environments import build_environment
+from midflight.launch.objectives import build_objective
+from midflight.metrics.jsonl import JsonlWriter
+from midflight.models.loading import load_config, load_tokenizer
+from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
+from midflight.streams.codec import Codec
+from midflight.streams.memory import MemoryStream
+from midflight.testing.fakes import ImmediateGrader, InProcessWeights
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState
+from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.types import TrainingBatch
+
+_RECIPE = Path(__file__).parents[1] / "recipes" / "cpu_demo.toml"
+_TRAIN_TICKS = 7
+_NUM_BATCHES = 50
+_NUM_STEPS = 20  # the weights after so many optimizer steps are hashed
+_COMMON = (
+    *("run.seed=3", "batch.batch_size=16", "batch.group_size=4", "sampling.max_tokens=60"),
+    *("trainer.learning_rate=1e-3", f"trainer.max_steps={_NUM_BATCHES}", "schedule.num_in_flight=24"),
+    "engine.max_update_pause_s=1000",  # new weights are adopted at once, not as far as time allows
+)
+_SCHEDULES: dict[str, tuple[str, ...]] = {
+    "conventional": ("schedule.type=conventional", "schedule.steps_per_rl_step=4"),
+    "pipeline": (),
+    "pipeline, max_lag": ("schedule.max_lag=2",),
+    "pipeline, drop_oldest": ("schedule.when_full=drop_oldest", "schedule.max_waiting=16"),
+    "pipeline, dynamic sampling": ("batch.dynamic_sampling=true", "loss.type=dapo", "reward.overlong_buffer=16"),
+    "april": ("schedule.type=april", "schedule.over_sampling=2", "batch.mask_older_than=4"),
+    "bounded": ("schedule.type=bounded", "schedule.max_lag=2"),
+    "one_step_off": ("schedule.type=one_step_off",),
+}
+
+
+def digest(
+    expect: Annotated[Path | None, typer.Option(help="an earlier result; each row is compared with it")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Print hashes of the first batches and of the weights of a fixed recipe, under every schedule."""
+    torch.set_num_threads(1)
+    console, rows = Console(stderr=True), []
+    for name, overrides in _SCHEDULES.items():
+        rows.append({"schedule": name, **_digest_of(load_recipe(_RECIPE, _overrides(overrides)))})
+        console.print(f"{name}: batches {rows[-1]['batches']}, weights {rows[-1]['weights']}", soft_wrap=True)
+    expected = json.loads(expect.read_text())["rows"] if expect else []
+    targets = [target for row in expected for target in _targets(row, rows)]
+    result = {"machine": describe_machine(), "rows": rows, "targets": targets}
+    if as_json:
+        print(json.dumps(result, indent=2))
+    if not all(target["holds"] for target in targets):
+        console.print("changed: " + ", ".join(target["name"] for target in targets if not target["holds"]))
+        raise typer.Exit(1)
+
+
+def _overrides(own: tuple[str, ...]) -> list[str]:
+    """The common overrides, after the schedule's type, which starts its section afresh."""
+    return [*own[:1], *_COMMON, *own[1:]] if own and own[0].startswith("schedule.type") else [*_COMMON, *own]
+
+
+def _targets(expected: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = next((row for row in rows if row["schedule"] == expected["schedule"]), {})
+    return [
+        {
+            "name": f"{expected['schedule']}: {key}",
+            "value": found.get(key),
+            "limit": expected[key],
+            "holds": found.get(key) == expected[key],
+        }
+        for key in ("batches", "weights")
+    ]
+
+
+def _digest_of(recipe: Recipe) -> dict[str, Any]:
+    batches, weights = _Recorder(), InProcessWeights()
+    with tempfile.TemporaryDirectory() as directory:
+        _run(recipe, Path(directory), batches, weights)
+    return {
+        "batches": _hash(part for batch in batches.appended[:_NUM_BATCHES] for part in _parts_of(batch)),
+        "weights": _hash(tensor.numpy() for _, tensor in sorted(weights.sent[_NUM_STEPS].items())),
+        "max_lag": max(max(batch.lag_histogram, default=0) for batch in batches.appended[:_NUM_BATCHES]),
+    }
+
+
+def _run(recipe: Recipe, directory: Path, batches: _Recorder, weights: InProcessWeights) -> None:
+    with JsonlWriter(directory / "metrics.jsonl") as metrics:
+        rollouts, training = _loops(recipe, directory, batches, weights, metrics)
+        state, end_of_step = training.state, None
+        for tick in count():
+            if tick == end_of_step:
+                version, end_of_step = state.version, None
+                training.run(lambda before=version: state.version > before)
+                if state.version == _NUM_BATCHES:
+                    return
+            if end_of_step is None and batches.next_offset() > state.version:
+                end_of_step = tick + _TRAIN_TICKS
+            rollouts.turn(state.version)
+
+
+class _Recorder(MemoryStream[TrainingBatch]):
+    """A memory stream that also keeps what was trimmed."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1000)
+        self.appended: list[TrainingBatch] = []
+
+    def append(self, record: TrainingBatch, timeout_s: float | None = None) -> int | None:
+        self.appended.append(record)
+        return super().append(record, timeout_s)
+
+
+def _loops(
+    recipe: Recipe, directory: Path, batches: _Recorder, weights: InProcessWeights, metrics: JsonlWriter
+) -> tuple[RolloutLoop, TrainLoop]:
+    """The real loops over a memory stream; the first weights are published."""
+    backend = build_trainer(recipe, weights)
+    backend.init(rank=0)
+    backend.publish_weights(0)
+    schedule, tokenizer = recipe_schedule(recipe), load_tokenizer(recipe.model.path)
+    engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
+    environment = build_environment(recipe)
+    actor_config = build_actor_config(recipe, tokenizer)
+    actor = Actor(actor_config, engine, schedule, environment, ImmediateGrader(environment), tokenizer)
+    tracer = Tracer(None, "rollout")
+    sink = PreprocessAtOnce(batches, Preprocessor(build_preprocessing(recipe), tracer))
+    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=Intervals(grades_s=0))
+    settings = LoopSettings(
+        max_steps=recipe.trainer.max_steps,
+        max_seconds=None,
+        checkpoint_every=10**9,
+        keep_checkpoints=1,
+        max_nonfinite_steps=5,
+        learning_rate=build_learning_rates(recipe),
+        checkpoints=directory / "checkpoints",
+        rejected_batches=directory / "rejected",
+    )
+    training = TrainLoop(
+        settings, backend, build_objective(recipe), batches, metrics, Tracer(None, "trainer"), TrainerState(),
+        Codec(TrainingBatch).encode,
+    )  # fmt: skip
+    return rollouts, training
+
+
+def _parts_of(batch: TrainingBatch) -> Iterable[np.ndarray[Any, Any]]:
+    """Everything a batch says that does not depend on time."""
+    yield np.array(batch.group_ids, np.int64)
+    yield np.array(sorted(batch.lag_histogram.items()), np.int64)
+    yield batch.trained_lengths
+    yield batch.has_gradient
+    yield batch.generated_lengths
+    yield batch.dropped_lengths
+    for microbatch in (each for rank in batch.microbatches for each in rank):
+        yield microbatch.token_ids
+        yield microbatch.position_ids
+        yield microbatch.loss_mask
+        yield microbatch.behavior_logprobs
+        yield microbatch.weight_versions
+        yield microbatch.advantages
+        yield microbatch.sequence_lengths
+        yield microbatch.prefix_starts
+        yield microbatch.prefix_lengths
+        yield microbatch.rewards
+        yield microbatch.first_versions
+
+
+def _hash(arrays: Iterable[np.ndarray[Any, Any]]) -> str:
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(f"{array.dtype.str}{array.shape}".encode())
+        sha.update(np.ascontiguousarray(array).tobytes())
+    return sha.hexdigest()[:16]

@@ -56,7 +56,7 @@ algorithms: $(VENV)/.ready
 
 # The pictures of docs/planner.md and the numbers in it: simulated, some three minutes, the same on every machine.
 planner-figures: $(VENV)/.ready
-	$(BIN)/python benchmarks/planner_figures.py
+	$(BIN)/python -m benchmarks.planner_figures
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml

@@ -1,20 +1,15 @@
-"""`python -m benchmarks NAME [options]`: each benchmark is one module of this folder with an `app`."""
+"""`python -m benchmarks NAME [options]`; `python -m benchmarks --help` lists the names."""
 
 from __future__ import annotations
 
-import typer
+import sys
 
-from benchmarks.digest import digest
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Leave it alone meanwhile.")
-
-
-@app.callback()
-def benchmarks() -> None:
-    """Keep the name of the benchmark an argument even while there is only one."""
-
-
-app.command("digest")(digest)
+from benchmarks.commands import app
+from midflight.errors import MidflightError
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except MidflightError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,11 +1,12 @@
 """Hashes of what a run does, under every schedule: equal before and after a change that must not change any run.
 
-One process and a virtual clock: an optimizer step takes `_TRAIN_TICKS` iterations of the rollout loop, so nothing depends
-on how fast the machine is. Hashes are of float32 results, so they are compared on one kind of machine.
+One process and a virtual clock: an optimizer step takes `_TRAIN_TICKS` iterations of the rollout loop, so nothing
+depends on how fast the machine is. Hashes are of float32 results, so they are compared on one kind of machine.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tempfile
@@ -21,7 +22,6 @@ from rich.console import Console
 
 from midflight.actor.actor import Actor
 from midflight.actor.loop import Intervals, RolloutLoop
-from midflight.bench.machine import describe_machine
 from midflight.config import Recipe, load_recipe
 from midflight.launch.build import (
     build_actor_config,
@@ -36,6 +36,7 @@ from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
+from midflight.report.machine import describe_machine
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import ImmediateGrader, InProcessWeights
@@ -121,12 +122,16 @@ def _run(recipe: Recipe, directory: Path, batches: _Recorder, weights: InProcess
         for tick in count():
             if tick == end_of_step:
                 version, end_of_step = state.version, None
-                training.run(lambda before=version: state.version > before)
+                training.run(functools.partial(_has_passed, state, version))
                 if state.version == _NUM_BATCHES:
                     return
             if end_of_step is None and batches.next_offset() > state.version:
                 end_of_step = tick + _TRAIN_TICKS
             rollouts.turn(state.version)
+
+
+def _has_passed(state: TrainerState, version: int) -> bool:
+    return state.version > version
 
 
 class _Recorder(MemoryStream[TrainingBatch]):

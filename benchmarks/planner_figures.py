@@ -1,7 +1,7 @@
 """The pictures of docs/planner.md and the numbers behind them: `make planner-figures`, some three minutes on one core.
 
-    python benchmarks/planner_figures.py            # all of them
-    python benchmarks/planner_figures.py collation  # those named
+    python -m benchmarks.planner_figures            # all of them
+    python -m benchmarks.planner_figures collation  # those named
 
 Scenarios and seeds decide everything, the machine nothing.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_runs import (
+
+from benchmarks.planner_runs import (
     Numbers,
     beside_formula,
     bounded_point,
@@ -29,13 +30,12 @@ from planner_runs import (
     scaled_decoding,
     speed_point,
 )
-
 from midflight.launch.simulation import simulate_scenario
-from midflight.plotting import COLORS, load_pyplot, style_axis
+from midflight.report.plotting import COLORS, load_pyplot, style_axis
 from midflight.sim.costs import PAPER_STEP_COST, rates
-from midflight.sim.draining import drain
+from midflight.sim.formulas.draining import drain
 from midflight.sim.lengths import LengthDistribution, lognormal, uniform
-from midflight.sim.outcome import NUM_POSITIONS, Outcome
+from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

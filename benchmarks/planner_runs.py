@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.collation import CollationGain, collation_gain
+from benchmarks.from_scratch import from_scratch
 from midflight.config import Scenario, load_scenario
 from midflight.launch.planning import estimate_scenario, plan_scenario
 from midflight.launch.simulation import build_run, simulate_scenario
-from midflight.sim.analytic import Estimate
-from midflight.sim.collation import CollationGain, collation_gain
 from midflight.sim.costs import PAPER_STEP_COST
-from midflight.sim.from_scratch import from_scratch
+from midflight.sim.formulas.analytic import Estimate
 from midflight.sim.lengths import LengthDistribution
-from midflight.sim.outcome import Outcome
-from midflight.sim.planner import Goal, Plan
+from midflight.sim.planner.plan import Goal, Plan
+from midflight.sim.simulator.outcome import Outcome
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 

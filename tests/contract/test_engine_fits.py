@@ -10,7 +10,7 @@ import pytest
 
 from midflight.config import load_recipe
 from midflight.errors import GenerationLostError, ModelError
-from midflight.launch.engines import connect
+from midflight.run.engines import connect
 from midflight.testing.tiny_models import VOCAB_SIZE
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"

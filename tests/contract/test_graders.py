@@ -9,8 +9,8 @@ import pytest
 from midflight.actor.grading_pool import GradingPool
 from midflight.protocols import Grader
 from midflight.testing.fakes import ImmediateGrader
-from midflight.testing.verifiers import ObedientEnvironment
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
+from obedient_environment import ObedientEnvironment
 
 TIMEOUT_S = 60.0
 PROBLEM = Problem("0", "0", "0")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from contract.generating import LONG, drain, requests
-from midflight.background import run_in_background
+from midflight.concurrency.background import run_in_background
 from midflight.errors import RequestError
 from midflight.generation.client import HTTPGenerator
 from midflight.generation.pool import EnginePool

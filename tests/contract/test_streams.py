@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import midflight
-from midflight import doorbell
+from midflight.concurrency import doorbell
 from midflight.errors import StreamError
 from midflight.protocols import Stream
 from midflight.streams import redis as redis_stream

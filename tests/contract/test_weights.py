@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import midflight
-from midflight import doorbell
+from midflight.concurrency import doorbell
 from midflight.errors import WeightUpdateError
 from midflight.protocols import WeightReceiver, WeightSender
 from midflight.types import TensorSpec

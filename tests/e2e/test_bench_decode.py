@@ -1,4 +1,4 @@
-"""`midflight bench decode` as a user types it, small, without vLLM."""
+"""`python -m benchmarks decode` as a user types it, small, without vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_it_measures_every_engine_that_is_there() -> None:
-    command = [sys.executable, "-m", "midflight", "bench", "decode", "--json"]
+    command = [sys.executable, "-m", "benchmarks", "decode", "--json"]
     small = ["--sequences", "1,2", "--rounds", "1", "--new-tokens", "12", "--skip", "transformers_cb:2"]
     environment = {name: value for name, value in os.environ.items() if name != "MIDFLIGHT_VLLM_PYTHON"}
     done = subprocess.run([*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)

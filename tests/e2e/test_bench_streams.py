@@ -1,4 +1,4 @@
-"""`midflight bench streams` as a user types it, small."""
+"""`python -m benchmarks streams` as a user types it, small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "midflight", "bench", "streams", *arguments]
+    command = [sys.executable, "-m", "benchmarks", "streams", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

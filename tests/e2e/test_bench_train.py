@@ -1,4 +1,4 @@
-"""`midflight bench train` as a user types it, small."""
+"""`python -m benchmarks train` as a user types it, small."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import train_steps
+from benchmarks.models import find_model
+from benchmarks.train import TrainOptions, bench_train
+from benchmarks.train_load import load_shape
 
-from midflight.bench import train_steps
-from midflight.bench.models import find_model
-from midflight.bench.train import TrainOptions, bench_train
-from midflight.bench.train_load import load_shape
 from midflight.errors import BenchmarkError
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "midflight", "bench", "train"]
+COMMAND = [sys.executable, "-m", "benchmarks", "train"]
 
 
 @pytest.mark.slow

@@ -62,12 +62,12 @@ def test_planning_imports_no_torch() -> None:
     code = (
         "import sys; from midflight.cli import main; sys.argv = ['midflight', 'plan', sys.argv[1], '--json']\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'transformers', 'matplotlib', 'midflight.sim.planner'}\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'midflight.sim.planner.plan'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(PAPER)], capture_output=True, text=True, timeout=120)
     assert json.loads(done.stdout)["first_win"] == 15
-    assert done.stderr == "['midflight.sim.planner']\n"
+    assert done.stderr == "['midflight.sim.planner.plan']\n"
 
 
 def test_keys_of_scenarios_are_listed() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from midflight.launch.run_directory import RunDirectory, create_run
+from midflight.config.run_directory import RunDirectory
 from midflight.launch.streams import open_batches
+from midflight.run.directory import create_run
 from midflight.trainer.deepspeed import is_installed
 from midflight.types import TrainingBatch
 

@@ -10,12 +10,12 @@ import pytest
 from midflight.protocols import Schedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
-from midflight.sim.analytic import conventional, pipeline
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost
-from midflight.sim.events import Delays, SimulatedRun, simulate
+from midflight.sim.formulas.analytic import conventional, pipeline
+from midflight.sim.formulas.steady import WhenFull
 from midflight.sim.lengths import IndependentLengths, lognormal, uniform
-from midflight.sim.outcome import Outcome
-from midflight.sim.steady import WhenFull
+from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 from midflight.sim.workload import Workload
 
 BATCH_SIZE = 64

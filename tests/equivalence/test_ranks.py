@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.rank_batches import make_batches
+from benchmarks.train_load import LoadShape
 from transformers import AutoModelForCausalLM
 
-from midflight.bench.rank_batches import make_batches
-from midflight.bench.train_load import LoadShape
 from midflight.config import Recipe, load_recipe
-from midflight.launch.run_directory import RunDirectory, create_run
+from midflight.config.run_directory import RunDirectory
 from midflight.launch.streams import open_batches
-from midflight.launch.worker_process import WorkerContext, run_worker
-from midflight.launch.workers import trainer_body, trainer_role
 from midflight.metrics.jsonl import read_metrics
+from midflight.run.directory import create_run
+from midflight.run.worker_process import WorkerContext, run_worker
+from midflight.run.workers import trainer_body, trainer_role
 from midflight.trainer.saved_tensors import SavedTensors
 from midflight.types import TrainingBatch
 

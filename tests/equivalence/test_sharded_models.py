@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.train_load import LoadShape, make_trajectories
 from safetensors.torch import load_file, save_file
 
 import midflight
-from midflight.bench.train_load import LoadShape, make_trajectories
 from midflight.models.lora import LoraSettings
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights

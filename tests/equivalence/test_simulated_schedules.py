@@ -15,9 +15,9 @@ from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost
-from midflight.sim.engines import Engine
-from midflight.sim.events import SimulatedRun, simulate
 from midflight.sim.lengths import CycledLengths
+from midflight.sim.simulator.engines import Engine
+from midflight.sim.simulator.simulation import SimulatedRun, simulate
 from property.test_schedules import GROUP_SIZE, Run, World, members
 
 NUM_STEPS = 12

@@ -23,10 +23,10 @@ import pytest
 import midflight
 from midflight.actor.partials import PartialBuffer
 from midflight.config import load_recipe
-from midflight.launch.resuming import actor_checkpoint
-from midflight.launch.run_directory import RunDirectory
+from midflight.config.run_directory import RunDirectory
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import read_metrics
+from midflight.run.resuming import actor_checkpoint
 from midflight.types import ChosenBatch, GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"

@@ -25,8 +25,8 @@ from faults.runs import (
     saved_partials,
     training,
 )
-from midflight.launch.engine_registry import read_entries
-from midflight.launch.run_directory import RunDirectory
+from midflight.config.run_directory import RunDirectory
+from midflight.run.engine_registry import read_entries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

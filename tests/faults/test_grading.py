@@ -21,8 +21,8 @@ import midflight
 from midflight.actor import grading_pool
 from midflight.actor.grading_pool import GradingPool
 from midflight.errors import RolloutError
-from midflight.testing.verifiers import ObedientEnvironment
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
+from obedient_environment import ObedientEnvironment
 
 pytestmark = pytest.mark.slow  # each starts processes
 

@@ -35,7 +35,7 @@ from faults.runs import (
     wait_for,
     waiting_of,
 )
-from midflight.launch.run_directory import RunDirectory
+from midflight.config.run_directory import RunDirectory
 from midflight.types import ChosenBatch, TrainingBatch
 
 pytestmark = pytest.mark.slow

@@ -32,11 +32,11 @@ from faults.runs import (
     training,
 )
 from midflight.config import Recipe, load_recipe
+from midflight.config.run_directory import RunDirectory
 from midflight.launch.build import build_trainer
 from midflight.launch.objectives import build_objective
-from midflight.launch.run_directory import RunDirectory
-from midflight.launch.workers import loop_settings
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
+from midflight.run.workers import loop_settings
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import InProcessWeights

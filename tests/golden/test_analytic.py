@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from golden.numbers import EXPECTED, paper_workload
-from midflight.sim.analytic import conventional, one_step_off, pipeline
 from midflight.sim.costs import PAPER_STEP_COST, RateTable
-from midflight.sim.draining import drain
-from midflight.sim.front import Front
+from midflight.sim.formulas.analytic import conventional, one_step_off, pipeline
+from midflight.sim.formulas.draining import drain
+from midflight.sim.formulas.speed_up import crossover, first_win, largest_gain
+from midflight.sim.formulas.steady import Queue
 from midflight.sim.lengths import constant, lognormal, uniform
-from midflight.sim.search import best_one_step_off, pareto_front, search_space
-from midflight.sim.speed_up import crossover, first_win, largest_gain
-from midflight.sim.steady import Queue
+from midflight.sim.planner.pareto import Front
+from midflight.sim.planner.search import best_one_step_off, pareto_front, search_space
 from midflight.sim.workload import Workload
 
 

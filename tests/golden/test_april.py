@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.from_scratch import from_scratch
 
 from golden.numbers import EXPECTED
 from midflight.protocols import Schedule
 from midflight.schedules.april import AprilSchedule
 from midflight.sim.costs import AffineCost
-from midflight.sim.events import SimulatedRun, simulate
-from midflight.sim.from_scratch import from_scratch
 from midflight.sim.lengths import GroupedLogNormal
-from midflight.sim.outcome import Outcome
+from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 GROUP_SIZE = 8
 BATCH_SIZE = 32 * GROUP_SIZE

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.collation import CollationGain, Packing, collation_gain
 
 from golden.numbers import EXPECTED
-from midflight.sim.collation import CollationGain, Packing, collation_gain
 from midflight.sim.lengths import LengthDistribution, lognormal, uniform
 
 NUM_SEQUENCES = 512

@@ -14,11 +14,11 @@ from golden.numbers import EXPECTED, paper_workload
 from midflight.protocols import Schedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
-from midflight.sim.analytic import pipeline
 from midflight.sim.costs import PAPER_STEP_COST, PAPER_TRAIN_TIME_PER_TOKEN
-from midflight.sim.events import SimulatedRun, simulate
+from midflight.sim.formulas.analytic import pipeline
 from midflight.sim.lengths import IndependentLengths, uniform
-from midflight.sim.outcome import Outcome
+from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 UNBOUNDED = 10**9  # rollouts that may wait
 POSITIONS = (0, 4, 8, 12, 16)  # of the twenty: 0.025, 0.225, ... of the longest response

@@ -10,9 +10,9 @@ from golden.numbers import EXPECTED
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost
-from midflight.sim.events import SimulatedRun, simulate
 from midflight.sim.lengths import CycledLengths
-from midflight.sim.outcome import Reading, TrainedBatch
+from midflight.sim.simulator.outcome import Reading, TrainedBatch
+from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 TICK = AffineCost(1.0)
 UNBOUNDED = 10**9  # rollouts that may wait

@@ -23,12 +23,12 @@ from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.errors import GenerationLostError
 from midflight.generation.pool import EnginePool, PoolHooks
-from midflight.launch.resuming import restored_actor
 from midflight.metrics.lengths import length_bias
 from midflight.preprocess.advantages import group_mean
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
 from midflight.protocols import Generator, Schedule
+from midflight.run.resuming import restored_actor
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.batches import take_batch
 from midflight.schedules.bounded import BoundedSchedule

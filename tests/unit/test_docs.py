@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from midflight.bench.variants import parse_variants
 from midflight.config import load_recipe, load_scenario
+from midflight.experiments.variants import parse_variants
 from midflight.launch.build import check_recipe
 from midflight.launch.planning import estimate_scenario
 from midflight.trainer import deepspeed

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from fastapi import APIRouter, Depends
 from fastapi.responses import PlainTextResponse
 
-from midflight.background import run_in_background
+from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, require_admin

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from midflight.background import run_at_once
+from midflight.concurrency.background import run_at_once
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
 from midflight.protocols import Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, Int32Array, RolloutId

@@ -8,10 +8,10 @@ from midflight.config import Scenario
 from midflight.config.schedules import ConventionalConfig, OneStepOffConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_workload
-from midflight.sim.analytic import Estimate, conventional, one_step_off, pipeline
-from midflight.sim.planner import Goal, Plan, make_plan
-from midflight.sim.search import LagKind, search_space
-from midflight.sim.steady import Queue
+from midflight.sim.formulas.analytic import Estimate, conventional, one_step_off, pipeline
+from midflight.sim.formulas.steady import Queue
+from midflight.sim.planner.plan import Goal, Plan, make_plan
+from midflight.sim.planner.search import LagKind, search_space
 
 
 def plan_scenario(scenario: Scenario, goal: Goal, lag: LagKind, max_in_flight: int | None = None) -> Plan:

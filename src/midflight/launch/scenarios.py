@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from midflight.config import Scenario
+from midflight.config.run_directory import RunDirectory
 from midflight.config.scenario import (
     AffineDecodeConfig,
     ConstantLengthsConfig,
@@ -22,7 +23,6 @@ from midflight.config.scenario import (
     UniformLengthsConfig,
 )
 from midflight.errors import ScenarioError
-from midflight.launch.run_directory import RunDirectory
 from midflight.launch.schedules import build_schedule
 from midflight.protocols import Schedule
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost, RateTable, StepCost

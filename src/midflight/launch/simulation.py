@@ -7,11 +7,11 @@ from midflight.config.scenario import ListedLengthsConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule, training_of
-from midflight.sim.actor import Gradients
 from midflight.sim.costs import StepCost
-from midflight.sim.events import Delays, SimulatedRun, simulate
-from midflight.sim.failures import NO_FAILURES, Failures, RandomFailures
-from midflight.sim.outcome import Outcome
+from midflight.sim.simulator.actor import Gradients
+from midflight.sim.simulator.failures import NO_FAILURES, Failures, RandomFailures
+from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
 
 def simulate_scenario(scenario: Scenario) -> Outcome:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, StreamError
-from midflight.launch.run_directory import RunDirectory
 from midflight.protocols import Stream
 from midflight.streams.redis import RedisStream
 from midflight.streams.sqlite import SqliteStream

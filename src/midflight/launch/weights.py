@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from midflight.config import Recipe
-from midflight.launch.run_directory import RunDirectory
+from midflight.config.run_directory import RunDirectory
 from midflight.weights.files import FileReceiver, FileSender
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 

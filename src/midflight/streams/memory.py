@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from midflight.doorbell import deadline_after
+from midflight.concurrency.doorbell import deadline_after
 from midflight.errors import StreamError
 
 Record = TypeVar("Record")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from midflight.doorbell import Doorbell, deadline_after
+from midflight.concurrency.doorbell import Doorbell, deadline_after
 from midflight.errors import StreamError
 from midflight.streams.codec import Codec
 from midflight.streams.database import Database

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from midflight.doorbell import Doorbell
+from midflight.concurrency.doorbell import Doorbell
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from midflight.background import run_in_background
+from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES, Packer, Unpacker, broadcast_all, plan_buckets

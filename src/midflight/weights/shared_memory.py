@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midflight.doorbell import Doorbell
+from midflight.concurrency.doorbell import Doorbell
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.background import run_at_once, run_in_background
+from midflight.concurrency.background import run_at_once, run_in_background
 from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.types import (

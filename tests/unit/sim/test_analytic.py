@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from midflight.errors import ScenarioError
-from midflight.sim.analytic import conventional, one_step_off, pipeline
 from midflight.sim.costs import AffineCost
+from midflight.sim.formulas.analytic import conventional, one_step_off, pipeline
 from midflight.sim.lengths import constant, two_point
 from midflight.sim.workload import Workload
 

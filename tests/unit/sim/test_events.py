@@ -17,9 +17,9 @@ from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost, RateTable
-from midflight.sim.events import Delays, SimulatedRun, simulate
-from midflight.sim.failures import ListedFailures, RandomFailures
 from midflight.sim.lengths import CycledLengths, IndependentLengths, lognormal, uniform
+from midflight.sim.simulator.failures import ListedFailures, RandomFailures
+from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
 UNBOUNDED = 10**9  # rollouts that may wait
 LENGTHS = IndependentLengths(lognormal(40, 0.8, 300))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from midflight.errors import ScenarioError
-from midflight.sim.analytic import Estimate, conventional, one_step_off, pipeline
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost, RateTable
+from midflight.sim.formulas.analytic import Estimate, conventional, one_step_off, pipeline
+from midflight.sim.formulas.speed_up import first_win, largest_gain, speed_curve
+from midflight.sim.formulas.steady import Queue
 from midflight.sim.lengths import lognormal, uniform
-from midflight.sim.planner import Goal, make_plan
-from midflight.sim.search import SearchSpace, best_one_step_off, pareto_front, search_space
-from midflight.sim.speed_up import first_win, largest_gain, speed_curve
-from midflight.sim.steady import Queue
+from midflight.sim.planner.plan import Goal, make_plan
+from midflight.sim.planner.search import SearchSpace, best_one_step_off, pareto_front, search_space
 from midflight.sim.workload import Workload
 
 CASE_STUDY = Workload(128, 128, uniform(8192), PAPER_STEP_COST, 4.919)
@@ -81,7 +81,7 @@ def test_the_search_finds_what_trying_every_split_finds(name: str, changes: dict
 def test_it_does_not_matter_how_many_splits_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     space = search_space(CASE_STUDY, Queue(128), 300)
     whole = pareto_front(CASE_STUDY, space)
-    monkeypatch.setattr("midflight.sim.search._POINTS_AT_ONCE", 1000)
+    monkeypatch.setattr("midflight.sim.planner.search._POINTS_AT_ONCE", 1000)
     parts = pareto_front(CASE_STUDY, space)
     assert len(whole) > 50
     for name in ("lags", "rates", "num_in_flight", "num_engines"):

@@ -12,9 +12,9 @@ from midflight.config import dump_toml, load_scenario
 from midflight.launch.planning import estimate_scenario, plan_scenario
 from midflight.launch.scenarios import build_workload, scenario_schedule
 from midflight.schedules.april import AprilSchedule
-from midflight.sim.analytic import one_step_off
 from midflight.sim.costs import AffineCost
-from midflight.sim.planner import Goal
+from midflight.sim.formulas.analytic import one_step_off
+from midflight.sim.planner.plan import Goal
 
 ROOT = Path(__file__).parents[3]
 SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))

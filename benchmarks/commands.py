@@ -1,0 +1,178 @@
+"""The command line of the benchmarks: results on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.digest import digest
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Leave it alone meanwhile.")
+app.command()(digest)
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a model directory")]
+
+
+@app.command()
+def decode(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32,bfloat16; default: what suits the model")] = "",
+    sequences: Annotated[str, typer.Option(help="numbers of sequences at the same time")] = "1,8,32,128,512",
+    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="sampled for each sequence")] = 64,
+    skip: Annotated[str, typer.Option(help="ENGINE[:SEQUENCES],...: what not to measure")] = "",
+    cap_s: Annotated[float, typer.Option(help="give up on a measurement after so many seconds")] = 120.0,
+    vllm_python: Annotated[
+        Path | None, typer.Option(envvar="MIDFLIGHT_VLLM_PYTHON", help="the Python of an environment with vLLM")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Decoded tokens per second: midflight's engine, transformers, vLLM, and what the machine allows at most."""
+    from benchmarks.decode import DecodeOptions, bench_decode, decode_table, parse_skip
+    from benchmarks.models import check_dtype, find_model
+
+    found = find_model(model)
+    options = DecodeOptions(
+        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else found.default_dtypes,
+        sequences=tuple(map(_count, sequences.split(","))),
+        rounds=rounds,
+        new_tokens=new_tokens,
+        skip=parse_skip(skip),
+        cap_s=cap_s,
+        vllm_python=vllm_python,
+    )
+    result = bench_decode(found, options, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else decode_table(result["rows"]))
+
+
+@app.command()
+def updates(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    num_updates: Annotated[int, typer.Option("--updates", min=1, help="how many weight updates")] = 1000,
+    sequences: Annotated[int, typer.Option(min=1, help="in flight all the time")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="sampled for each sequence")] = 128,
+    as_json: Json = False,
+) -> None:
+    """How long sequences in flight wait for a weight update, over many updates."""
+    from benchmarks.models import check_dtype, find_model
+    from benchmarks.updates import bench_updates
+
+    result = bench_updates(
+        find_model(model), check_dtype(dtype), num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
+    )
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    pause = result["pause_ms"]
+    print(
+        f"{num_updates} updates, {sequences} sequences in flight: pause median {pause['median']:.2f} ms,"
+        f" p99 {pause['p99']:.2f} ms, max {pause['max']:.2f} ms; a decode step takes"
+        f" {result['median_decode_step_ms']:.2f} ms; {result['aborted_requests']} requests aborted"
+    )
+
+
+@app.command(name="train")
+def train_speed(
+    model: ModelOption = "demo",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, over float32 parameters")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
+    sequences: Annotated[int, typer.Option(min=1, help="rollouts of one optimizer step")] = 32,
+    group_size: Annotated[
+        int, typer.Option(min=0, help="rollouts with the same prompt; 0: 8 for the demo, else 1")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of a microbatch, padding included")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Trained tokens per second: midflight's packed step, and the same step with padded rows."""
+    from benchmarks.models import check_dtype, find_model
+    from benchmarks.train import TrainOptions, bench_train, train_table
+    from benchmarks.train_load import load_shape
+
+    checked_dtype = check_dtype(dtype)
+    found = find_model(model)
+    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens, checked_dtype)
+    result = bench_train(found, options, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else train_table(result["rows"]))
+
+
+@app.command()
+def ranks(
+    num_ranks: Annotated[str, typer.Option("--ranks", help="numbers of ranks of the sharded trainer")] = "2",
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps")] = 10,
+    layers: Annotated[int, typer.Option(min=1, help="of a random model; 15: 100M parameters")] = 15,
+    as_json: Json = False,
+) -> None:
+    """Peak memory and step time of one process and of several that share a model, and how far their weights differ."""
+    from benchmarks.ranks import RanksOptions, bench_ranks, ranks_table
+
+    options = RanksOptions(tuple(map(_count, num_ranks.split(","))), steps, layers)
+    result = bench_ranks(options, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else ranks_table(result["rows"]))
+
+
+@app.command()
+def streams(
+    kinds: Annotated[str, typer.Option("--streams", help="which")] = "sqlite,redis",
+    records: Annotated[int, typer.Option(min=1, help="how many")] = 100_000,
+    record_bytes: Annotated[int, typer.Option(min=0, help="of one record")] = 2000,
+    batch: Annotated[str, typer.Option(help="how many are appended at once")] = "1,32",
+    redis_url: Annotated[str | None, typer.Option(help="default: a server of its own, if one is installed")] = None,
+    as_json: Json = False,
+) -> None:
+    """Records per second from one process to another, and how much memory that takes."""
+    from benchmarks.streams import StreamLoad, bench_streams
+
+    load = StreamLoad(records, record_bytes, tuple(map(_count, batch.split(","))), redis_url)
+    result = bench_streams(tuple(kinds.split(",")), load, Console(stderr=True).print)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    for row in result["rows"]:
+        print(
+            f"{row['stream']:8}{row['batch']:>4} at once{row['records_per_s']:>10,.0f} records/s; memory grew by"
+            f" {row['writer_growth_mib']:.0f} MiB (writer) and {row['reader_growth_mib']:.0f} MiB (reader)"
+        )
+
+
+@app.command()
+def weights(
+    sizes: Annotated[str, typer.Option(help="1M,135M,1B: parameters")] = "1M,135M,1B",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Seconds and GB/s of every way that new weights take to another process."""
+    from benchmarks.models import check_dtype
+    from benchmarks.weights import bench_weights, weights_table
+
+    result = bench_weights(tuple(sizes.split(",")), check_dtype(dtype), rounds, Console(stderr=True).print)
+    print(json.dumps(result, indent=2) if as_json else weights_table(result["rows"]))
+
+
+@app.command()
+def simulator(
+    sizes: Annotated[str, typer.Option(metavar="GPUS:STEPS,...", help="what to simulate")] = "128:1000,10240:100",
+    as_json: Json = False,
+) -> None:
+    """Seconds that simulations of the PipelineRL paper's case study take, on one core."""
+    from benchmarks.simulator import bench_simulator
+
+    pairs = [size.partition(":") for size in sizes.split(",")]
+    result = bench_simulator([(_count(gpus), _count(steps)) for gpus, _, steps in pairs], Console(stderr=True).print)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    for row in result["rows"]:
+        print(f"{row['gpus']} GPUs, {row['steps']} optimizer steps: {row['seconds']:.1f} s")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise typer.BadParameter(f"{text!r} is no number above 0")
+    return int(text)

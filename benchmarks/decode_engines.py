@@ -1,0 +1,190 @@
+"""The engines that share this environment, each measured over the same window.
+
+The window opens when every sequence has its first token and closes when the first sequence has its last, so every
+step in it decodes all of them and no prompt is prefilled in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList, set_seed
+
+from benchmarks.embedded import EmbeddedEngine, build_embedded_engine
+from midflight.models.loading import quiet
+from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one engine did in its window."""
+
+    tokens: int
+    seconds: float
+    compute_dtype: str
+
+
+class DecodeEngine(Protocol):
+    """Something that samples `new_tokens` tokens for each of the prompts, at temperature 1, and never stops early."""
+
+    def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement: ...
+
+
+class Embedded:
+    """Midflight's own engine, with as many rows as there are prompts; log-probabilities always come with the tokens."""
+
+    def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
+        self._directory, self._dtype, self._max_new_tokens = directory, dtype, max_new_tokens
+        self._num_rows = 0
+        self._engine: EmbeddedEngine | None = None
+
+    def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement:
+        engine, _, compute_dtype = self._engine_for(prompts)
+        rollout_ids = [RolloutId(index) for index in range(len(prompts))]
+        sampling = SamplingParams(new_tokens)
+        engine.add(
+            [
+                GenerationRequest(rollout_id, np.asarray(prompt, np.int32), sampling, seed)
+                for rollout_id, prompt in zip(rollout_ids, prompts, strict=True)
+            ]
+        )
+
+        def num_tokens() -> list[int]:
+            return [len(engine.generated(rollout_id)) for rollout_id in rollout_ids]
+
+        counts = [0]
+        while not all(counts):
+            engine.step()
+            counts = num_tokens()
+        before, opened = sum(counts), time.perf_counter()
+        ended: list[Completion] = []
+        while not ended:
+            ended = engine.step()
+        closed = time.perf_counter()
+        done = {completion.rollout_id: len(completion.generated) for completion in ended}
+        after = sum(done.get(rollout_id) or len(engine.generated(rollout_id)) for rollout_id in rollout_ids)
+        while engine.num_in_flight:
+            engine.step()
+        return Measurement(after - before, closed - opened, compute_dtype)
+
+    def _engine_for(self, prompts: Prompts) -> EmbeddedEngine:
+        if self._engine is None or self._num_rows != len(prompts):
+            self._engine = None  # its memory is needed for the next one
+            self._num_rows = len(prompts)
+            self._engine = build_embedded_engine(
+                self._directory,
+                self._dtype,
+                num_rows=self._num_rows,
+                max_prompt_tokens=max(map(len, prompts)),
+                max_new_tokens=self._max_new_tokens,
+            )
+        return self._engine
+
+
+class Stopwatch(StoppingCriteria):  # type: ignore[misc]
+    """Notes when each token was there; stops nothing."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.stamps.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class TransformersGenerate:
+    """`model.generate`, whole batch in step. It can return whole score vectors only, so no log-probabilities."""
+
+    def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
+        self._model = load_transformers(directory, dtype)
+        self._dtype = dtype
+
+    def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement:
+        set_seed(seed)
+        tokens_BT = torch.tensor(prompts)
+        stopwatch = Stopwatch()
+        self._model.generate(
+            input_ids=tokens_BT,
+            attention_mask=torch.ones_like(tokens_BT),
+            generation_config=sampling_config(new_tokens),
+            stopping_criteria=StoppingCriteriaList([stopwatch]),
+        )
+        opened, *rest = stopwatch.stamps
+        return Measurement(len(prompts) * len(rest), rest[-1] - opened, self._dtype)
+
+
+class TransformersContinuousBatching:
+    """transformers' own continuous batching, with log-probabilities, its cache as large as the requests need."""
+
+    def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
+        self._model = load_transformers(directory, dtype)
+        self._dtype = dtype
+
+    def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement:
+        from transformers import ContinuousBatchingConfig  # younger than the oldest transformers midflight runs with
+
+        page_size = 32
+        config = ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=len(prompts) * (-(-(max(map(len, prompts)) + new_tokens) // page_size) + 1),
+            # Room for prompts beside the sequences that decode already: the last must start before the first ends.
+            max_batch_tokens=max(512, 8 * len(prompts)),
+            allow_block_sharing=False,
+            return_logprobs=True,
+            seed=seed,
+        )
+        with self._model.continuous_batching_context_manager(
+            generation_config=sampling_config(new_tokens), continuous_batching_config=config, warmup=False
+        ) as manager:
+            request_ids = manager.add_requests(list(map(list, prompts)), new_tokens, record_timestamps=True)
+            outputs = [manager.get_result() for _ in request_ids]
+        failed = [output.error if output else "its loop died" for output in outputs if not output or output.error]
+        if failed:
+            raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+        return window([output.timestamps for output in outputs], self._dtype)
+
+
+def window(stamps: Sequence[Sequence[float]], compute_dtype: str) -> Measurement:
+    """The window of sequences whose every token has a time stamp (seconds).
+
+    Both its ends are stamps of the sequence that began last, so it holds each step either wholly or not at all.
+    Raises: ValueError if the first sequence ended before the last one began.
+    """
+    clock = max(stamps, key=lambda times: times[0])
+    opened, first_end = clock[0], min(times[-1] for times in stamps)
+    if first_end <= opened:
+        raise ValueError("the sequences were never all decoded at the same time")
+    closed = min(stamp for stamp in clock if stamp >= first_end)
+    tokens = sum(opened < stamp <= closed for stamp in chain.from_iterable(stamps))
+    return Measurement(tokens, closed - opened, compute_dtype)
+
+
+def load_transformers(directory: Path, dtype: str) -> Any:
+    """The plain transformers model, with no default of the checkpoint's that would end or reshape sampling."""
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=getattr(torch, dtype))
+    model.generation_config = GenerationConfig()
+    model.config.eos_token_id = None
+    return model.eval()
+
+
+def sampling_config(new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, pad_token_id=0
+    )
+
+
+ENGINES: dict[str, Callable[[Path, str, int], DecodeEngine]] = {
+    "midflight": Embedded,
+    "transformers": TransformersGenerate,
+    "transformers_cb": TransformersContinuousBatching,
+}

@@ -1,0 +1,224 @@
+"""Training on one process and on several: the same weights after the same batches, and what each of them needs.
+
+consumes       the same batches from one file, one configuration after the other
+waits for      its processes to end
+unblocked by   their last message, or their death
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.models import DEMO_RECIPE
+from benchmarks.rank_batches import make_batches
+from benchmarks.train_load import LoadShape
+from midflight.config import load_recipe
+from midflight.errors import BenchmarkError
+from midflight.losses.objective import Objective
+from midflight.losses.reinforce import reinforce
+from midflight.metrics.jsonl import JsonlWriter, read_metrics
+from midflight.models.loading import load_tokenizer, quiet
+from midflight.report.machine import describe_machine
+from midflight.streams.codec import Codec
+from midflight.streams.sqlite import SqliteStream
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState, checkpoint_of
+from midflight.trainer.fsdp import ShardedTrainer
+from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.trainer.peak_memory import peak_memory_bytes
+from midflight.trainer.ranks import OneRank, RankGroup, join_ranks
+from midflight.trainer.saved_tensors import SavedTensors
+from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
+from midflight.types import TrainingBatch
+from midflight.weights.drain import WeightDrain
+
+# A float32 sum of two ranks' gradients is in another order than one process's, and AdamW's steps do not shrink with
+# the gradient.
+MOST_DIFFERENCE = 1e-5
+
+_CPU = torch.device("cpu")
+_LOAD = LoadShape(sequences=12, group_size=1, prompt_tokens=8, median_response=16, max_response=56, sigma=0.6)
+_MAX_TOKENS = 256
+_VOCAB_SIZE = 4096
+_OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksOptions:
+    """`num_ranks`: of the sharded trainer; the first row is always of the single process."""
+
+    num_ranks: tuple[int, ...] = (2,)
+    steps: int = 10
+    layers: int = 15
+    hidden_size: int = 768
+    learning_rate: float = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every process of one configuration is started with."""
+
+    model: Path
+    directory: Path  # its own
+    num_ranks: int  # 0: the single process
+    options: RanksOptions
+
+    def open_batches(self) -> SqliteStream[TrainingBatch]:
+        return SqliteStream(self.directory / "batches.sqlite", TrainingBatch, self.options.steps)
+
+
+def bench_ranks(options: RanksOptions, report: Callable[[str], None]) -> dict[str, Any]:
+    """A row per configuration.
+
+    Raises: BenchmarkError if the weights are not the same afterwards, or a process fails.
+    """
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        model = directory / "model"
+        num_parameters = _make_model(model, options)
+        report(f"a model of {num_parameters / 1e6:.0f}M parameters is made")
+        batches = make_batches(
+            model,
+            _VOCAB_SIZE,
+            _LOAD,
+            num_batches=options.steps,
+            num_ranks=max(options.num_ranks),
+            max_tokens=_MAX_TOKENS,
+        )
+        rows = []
+        for num_ranks in (0, *options.num_ranks):
+            job = _Job(model, directory / f"{num_ranks}", num_ranks, options)
+            rows.append(_measure(job, batches, directory / "0"))
+            report(ranks_table(rows[-1:]).splitlines()[-1])
+    return {
+        "machine": machine,
+        "parameters": num_parameters,
+        "steps": options.steps,
+        "threads_per_rank": 1,
+        "rows": rows,
+    }
+
+
+def difference(one: Path, other: Path) -> float:
+    """Of two checkpoints' models: |a - b| / |b|, the largest of all tensors."""
+    with SavedTensors(one, "model") as ours, SavedTensors(other, "model") as theirs:
+        assert ours.names == theirs.names
+        pairs = ((ours.read(name).double(), theirs.read(name).double()) for name in ours.names)
+        return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def ranks_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per configuration."""
+    lines = [f"{'trainer':16}{'peak of a rank':>16}{'at its start':>14}{'step':>10}{'difference':>14}"]
+    for row in rows:
+        name = f"fsdp, {row['ranks']} ranks" if row["backend"] == "fsdp" else "single"
+        peak, start = (max(row[key]) / 2**20 for key in ("peak_memory_bytes", "start_memory_bytes"))
+        lines.append(f"{name:16}{peak:>12,.0f} MiB{start:>10,.0f} MiB{row['step_s']:>8.2f} s{row['difference']:>14.1e}")
+    return "\n".join(lines)
+
+
+def _measure(job: _Job, batches: Sequence[TrainingBatch], expected: Path) -> dict[str, Any]:
+    job.directory.mkdir()
+    with contextlib.closing(job.open_batches()) as stream:
+        for batch in batches:
+            stream.append(batch)
+    start_memory = _run_ranks(job)
+    lines = read_metrics(job.directory / "metrics.jsonl")
+    found = difference(*(checkpoint_of(each / "checkpoints", job.options.steps) for each in (job.directory, expected)))
+    if not found <= MOST_DIFFERENCE:
+        raise BenchmarkError(f"{job.num_ranks} ranks come to weights that are {found:.1e} from the single process's")
+    return {
+        "backend": "fsdp" if job.num_ranks else "single",
+        "ranks": max(1, job.num_ranks),
+        "peak_memory_bytes": lines[-1]["memory/peak_bytes_by_rank"],
+        "start_memory_bytes": start_memory,
+        "step_s": statistics.median(line["time/step_s"] for line in lines[1:]),
+        "difference": found,
+        "grad_norms": [line["grad_norm"] for line in lines],
+    }
+
+
+def _run_ranks(job: _Job) -> list[int]:
+    """Peak memory of each process before it did anything, by rank."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe(duplex=False) for _ in range(max(1, job.num_ranks))]
+    processes = [spawn.Process(target=_rank, args=(job, rank, sending)) for rank, (_, sending) in enumerate(pipes)]
+    for process, (_, sending) in zip(processes, pipes, strict=True):
+        process.start()
+        sending.close()
+    try:
+        start_memory = [receiving.recv() for receiving, _ in pipes]
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise BenchmarkError(f"a process of {job.num_ranks} ranks ended with code {process.exitcode}")
+        return start_memory
+    except EOFError:
+        raise BenchmarkError(f"a process of {job.num_ranks} ranks did not start") from None
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _rank(job: _Job, rank: int, parent: Connection) -> None:
+    torch.set_num_threads(1)
+    parent.send(peak_memory_bytes(_CPU))
+    sender = WeightDrain()
+    if job.num_ranks:
+        with join_ranks(job.directory / "ranks", rank, job.num_ranks, _CPU) as ranks:
+            _train(job, ShardedTrainer(job.model, _OPTIMIZER, sender, ranks.mesh), ranks)
+    else:
+        _train(job, SingleProcessTrainer(job.model, _OPTIMIZER, sender), OneRank())
+
+
+def _train(job: _Job, backend: SingleProcessTrainer, ranks: RankGroup | OneRank) -> None:
+    backend.init(ranks.rank)
+    options = job.options
+    settings = LoopSettings(
+        max_steps=options.steps,
+        max_seconds=None,
+        checkpoint_every=options.steps,
+        keep_checkpoints=1,
+        max_nonfinite_steps=1,
+        learning_rate=lambda step: options.learning_rate,
+        checkpoints=job.directory / "checkpoints",
+        rejected_batches=job.directory / "rejected",
+    )
+    metrics = None if ranks.rank else JsonlWriter(job.directory / "metrics.jsonl")
+    encode, tracer = Codec(TrainingBatch).encode, Tracer(None, "trainer")
+    loop = TrainLoop(
+        settings, backend, Objective(reinforce), job.open_batches(), metrics, tracer, TrainerState(), encode, ranks
+    )
+    loop.run(lambda: False)
+
+
+def _make_model(directory: Path, options: RanksOptions) -> int:
+    """A random one, with the demo's tokenizer; how many parameters it has."""
+    config = LlamaConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.hidden_size * 8 // 3,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden_size // 64,
+        num_key_value_heads=options.hidden_size // 192,
+        max_position_embeddings=_LOAD.prompt_tokens + _LOAD.max_response,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with quiet():
+        model.save_pretrained(directory)
+    load_tokenizer(load_recipe(DEMO_RECIPE, []).model.path).save_pretrained(directory)
+    return sum(each.numel() for each in model.parameters())

@@ -1,0 +1,169 @@
+"""Trained tokens per second: an optimizer step of midflight's trainer against the same step with padded rows.
+
+Both are done in this process with every core, one after the other within each round, in turns as to which is first;
+how fast large matrices are multiplied is measured between them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import BenchModel
+from benchmarks.roofline import measure_gemm_rate
+from benchmarks.train_load import LoadShape, make_trajectories, on_policy, padding_fraction, useful_flops
+from benchmarks.train_steps import PackedStep, PaddedStep, TrainStep
+from midflight.errors import BenchmarkError, RecipeError
+from midflight.preprocess.packing import pack
+from midflight.report.machine import busy_core_seconds, describe_machine, num_cores
+
+# Float32 sums in another order differ by some 1e-6, what is rounded to bfloat16 in other places by some 1e-2; a token
+# too many or a wrong shift makes far more than this.
+_AGREEMENT = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What to measure. `max_tokens`: of a packed microbatch, and of the cells of a padded one."""
+
+    load: LoadShape
+    rounds: int = 3
+    max_tokens: int = 4096
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.load.sequences % self.load.group_size:
+            raise RecipeError(f"--group-size: {self.load.sequences} sequences are not groups of {self.load.group_size}")
+        if (longest := self.load.prompt_tokens + self.load.max_response) > self.max_tokens:
+            raise RecipeError(f"--max-tokens: {self.max_tokens} is less than the longest sequence has, {longest}")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One optimizer step. Units: seconds; nats."""
+
+    seconds: float
+    loss: float
+    grad_norm: float
+    others_cores: float | None  # how many cores everything else on the machine kept busy meanwhile
+
+
+def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str], None]) -> dict[str, Any]:
+    """A row of medians over rounds, every round, and what the fractions are fractions of.
+
+    Raises: BenchmarkError if the two steps do not have the same loss and gradient.
+    """
+    machine = describe_machine()
+    torch.set_num_threads(num_cores())
+    trajectories = on_policy(make_trajectories(options.load, model.vocab_size, seed=0), model.directory)
+    microbatches = pack(trajectories, options.max_tokens)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    packed = PackedStep(model.directory, microbatches, len(trajectories), dtype)
+    padded = PaddedStep(model.directory, trajectories, options.max_tokens, dtype)
+    lengths = [len(each.token_ids) for each in trajectories]
+    work = {
+        "loss_tokens": sum(int(each.loss_mask.sum()) for each in trajectories),
+        "tokens": sum(lengths),
+        "packed_tokens": sum(len(each.token_ids) for each in microbatches),
+        "padding_fraction": padding_fraction(lengths, padded.batches),
+        "useful_flops": useful_flops(packed.sizes, microbatches),
+    }
+    rounds = [_round(index, packed, padded, work, options.dtype, report) for index in range(-1, options.rounds)][1:]
+    return {
+        "machine": machine,
+        "step": "forward, loss, backward, clipping, AdamW",
+        "max_tokens": options.max_tokens,
+        "load": asdict(options.load),
+        "work": work,
+        "gemm_rate": statistics.median(each["gemm_rate"] for each in rounds),
+        "others_cores": _median_known([each["others_cores"] for each in rounds]),
+        "rows": [{"model": model.name, "dtype": options.dtype, **row(rounds, work["padding_fraction"])}],
+        "rounds": rounds,
+    }
+
+
+def row(rounds: Sequence[Mapping[str, Any]], padding: float) -> dict[str, float]:
+    """Medians over rounds, ratios among them. Units: `packed` and `padded` in trained tokens per second."""
+    keys = ("packed", "padded", "packed_over_padded", "gemm_fraction", "padded_gemm_fraction")
+    return {**{key: statistics.median(each[key] for each in rounds) for key in keys}, "padding_fraction": padding}
+
+
+def measure(step: TrainStep) -> Measured:
+    """One step, and what else went on."""
+    busy, cpu, started = busy_core_seconds(), time.process_time(), time.perf_counter()
+    loss, grad_norm = step()
+    seconds, own = time.perf_counter() - started, time.process_time() - cpu
+    busy_after = busy_core_seconds()
+    others = None if busy is None or busy_after is None else round((busy_after - busy - own) / seconds, 2)
+    return Measured(seconds, loss, grad_norm, others)
+
+
+def check_agreement(packed: Measured, padded: Measured, dtype: str = "float32") -> None:
+    """Raises: BenchmarkError unless losses and gradient norms are equal but for rounding."""
+    for name in ("loss", "grad_norm"):
+        one, other = getattr(packed, name), getattr(padded, name)
+        # Not `>`: what is not a number agrees with nothing.
+        if not abs(one - other) <= _AGREEMENT[dtype] * abs(other):
+            raise BenchmarkError(f"the packed step's {name} is {one:.6g}, the padded step's {other:.6g}: not the same")
+
+
+def _round(
+    index: int,
+    packed: TrainStep,
+    padded: TrainStep,
+    work: Mapping[str, float],
+    dtype: str,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Both steps and the GEMM rate between them; round -1 is the warm-up."""
+    steps = {"packed": packed, "padded": padded}
+    order = list(steps) if index % 2 else list(reversed(steps))
+    measured = {order[0]: measure(steps[order[0]])}
+    gemm_rate = measure_gemm_rate(getattr(torch, dtype))
+    measured[order[1]] = measure(steps[order[1]])
+    check_agreement(measured["packed"], measured["padded"], dtype)
+    rates = {name: work["loss_tokens"] / each.seconds for name, each in measured.items()}
+    fractions = {name: work["useful_flops"] / each.seconds / gemm_rate for name, each in measured.items()}
+    result = {
+        "round": index,
+        "first": order[0],
+        **rates,
+        "packed_over_padded": rates["packed"] / rates["padded"],
+        "gemm_fraction": fractions["packed"],
+        "padded_gemm_fraction": fractions["padded"],
+        "gemm_rate": gemm_rate,
+        "others_cores": max((each.others_cores for each in measured.values() if each.others_cores), default=None),
+        "steps": {name: asdict(each) for name, each in measured.items()},
+    }
+    report(
+        f"{'warm-up' if index < 0 else f'round {index}'}: packed {rates['packed']:,.0f} and padded"
+        f" {rates['padded']:,.0f} trained tokens/s, {fractions['packed']:.0%} of {gemm_rate / 1e9:.0f} GFLOP/s"
+    )
+    return result
+
+
+def _median_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def train_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Trained tokens per second, and the fractions; one line per model and dtype."""
+    header = ("packed", "padded", "ratio", "of GEMM rate", "padded: of it", "padding")
+    lines = [f"{'model':10}{'dtype':10}" + "".join(f"{title:>15}" for title in header)]
+    for entry in rows:
+        cells = (
+            f"{entry['packed']:,.0f}",
+            f"{entry['padded']:,.0f}",
+            f"{entry['packed_over_padded']:.2f}",
+            *(f"{100 * entry[key]:.1f} %" for key in ("gemm_fraction", "padded_gemm_fraction", "padding_fraction")),
+        )
+        start = f"{Path(entry['model']).name:10}{entry['dtype']:10}"
+        lines.append(start + "".join(f"{cell:>15}" for cell in cells))
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""The two optimizer steps that are compared: midflight's trainer, and the same step as one writes it without packing.
+
+Suffixes: B rows, L the longest of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.train_load import ModelSizes, natural_batches
+from midflight.losses.denominators import BatchCounts
+from midflight.losses.objective import Objective
+from midflight.losses.reinforce import reinforce
+from midflight.models.loading import quiet
+from midflight.trainer.inputs import loss_inputs
+from midflight.trainer.policies import PolicySettings
+from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
+from midflight.types import Microbatch, TensorSpec, Trajectory
+
+# Small: what is measured does not depend on it, and the two models should stay comparable over many steps.
+_LEARNING_RATE = 1e-6
+_OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
+_MAX_RATIO = 5.0  # what `reinforce` truncates ratios to, written out for the padded step
+
+
+class TrainStep(Protocol):
+    """One way to do an optimizer step."""
+
+    def __call__(self) -> tuple[float, float]:
+        """Forward, loss, backward, clipping and AdamW; the loss, and the norm of the gradient before clipping."""
+        ...
+
+
+class PackedStep:
+    """What TrainLoop does with a batch, up to publishing the weights."""
+
+    def __init__(
+        self, directory: Path, microbatches: Sequence[Microbatch], num_rollouts: int, dtype: torch.dtype
+    ) -> None:
+        num_tokens = sum(int(each.loss_mask.sum()) for each in microbatches)
+        self._microbatches = microbatches
+        self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
+        self._objective = Objective(reinforce)
+        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, _Nowhere(), PolicySettings(dtype=dtype))
+        self._trainer.init(rank=0)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes.of(self._trainer.model)
+
+    def __call__(self) -> tuple[float, float]:
+        total = 0.0
+        for microbatch in self._microbatches:
+            outputs = self._trainer.forward(microbatch)
+            inputs = loss_inputs(microbatch, outputs, None, self._counts, self._objective)
+            loss = self._objective(inputs).loss
+            self._trainer.backward(loss)
+            total += float(loss.detach())
+        return total, self._trainer.optimizer_step(_LEARNING_RATE)["grad_norm"]
+
+
+class PaddedStep:
+    """transformers as it comes: right-padded rows, an attention mask, logits of every position, one AdamW.
+
+    Parameters are float32; bfloat16 is autocast's.
+    """
+
+    def __init__(
+        self, directory: Path, trajectories: Sequence[Trajectory], max_tokens: int, dtype: torch.dtype
+    ) -> None:
+        self._dtype = dtype
+        lengths = [len(each.token_ids) for each in trajectories]
+        self.batches = list(natural_batches(lengths, max_tokens))
+        self._rows = [_PaddedRows([trajectories[row] for row in rows]) for rows in self.batches]
+        self._num_tokens = sum(int(each.loss_mask.sum()) for each in trajectories)
+        with quiet():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                directory, local_files_only=True, dtype=torch.float32
+            ).eval()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=_LEARNING_RATE,
+            betas=_OPTIMIZER.betas,
+            weight_decay=_OPTIMIZER.weight_decay,
+            fused=True,
+        )
+
+    def __call__(self) -> tuple[float, float]:
+        total = 0.0
+        for rows in self._rows:
+            loss = self._loss(rows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), _OPTIMIZER.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total, float(norm)
+
+    def _loss(self, rows: _PaddedRows) -> Tensor:
+        """Truncated importance-weighted REINFORCE, divided by the batch's tokens."""
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            output = self._model(input_ids=rows.token_ids_BL, attention_mask=rows.present_BL, use_cache=False)
+        logprobs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
+        logprobs_BL = logprobs_BLV.gather(2, rows.token_ids_BL[:, 1:, None]).squeeze(2)
+        weights_BL = (logprobs_BL - rows.behavior_BL[:, 1:]).detach().exp().clamp(max=_MAX_RATIO)
+        terms_BL = weights_BL * rows.advantages_BL[:, 1:] * logprobs_BL * rows.loss_mask_BL[:, 1:]
+        loss: Tensor = -terms_BL.sum() / self._num_tokens
+        return loss
+
+
+class _PaddedRows:
+    """Trajectories as right-padded rows, all [B, L]."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        self.token_ids_BL = _pad([each.token_ids.astype(np.int64) for each in trajectories])
+        self.present_BL = _pad([np.ones(len(each.token_ids), np.int64) for each in trajectories])
+        self.loss_mask_BL = _pad([each.loss_mask for each in trajectories])
+        self.behavior_BL = _pad([each.behavior_logprobs for each in trajectories])
+        self.advantages_BL = _pad([each.advantages for each in trajectories])
+
+
+def _pad(rows: Sequence[Any]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+
+
+class _Nowhere:
+    """A weight sender that is never asked to send."""
+
+    def announce(self, specs: Sequence[TensorSpec]) -> None:
+        pass
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise AssertionError("publishing is not measured")

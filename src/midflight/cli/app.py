@@ -1,0 +1,41 @@
+"""The command line. Results go to stdout, everything else to stderr.
+
+Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted (the run can be resumed).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from midflight.cli.recipes import config_app
+from midflight.cli.results import compare, report
+from midflight.cli.runs import evaluate, serve, train
+from midflight.cli.sim import calibrate, plan, simulate
+from midflight.errors import MidflightError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.command()(train)
+app.command(name="eval")(evaluate)
+app.command()(serve)
+app.command()(report)
+app.command()(compare)
+app.command()(plan)
+app.command()(simulate)
+app.command()(calibrate)
+app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    """Run the command line; every midflight error is one line."""
+    # For losses and environments of the user's own; at the end, so that nothing lying there replaces a package.
+    sys.path.append(str(Path.cwd()))
+    try:
+        app(standalone_mode=True)
+    except MidflightError as error:
+        print(f"midflight: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,78 @@
+"""`midflight report` and `compare`: finished runs side by side, and runs made to be compared."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midflight.cli.options import Json, Overrides, RecipeArgument
+from midflight.errors import RecipeError
+
+_VARIANTS = "TYPE[:KEY=VALUE]...,..."
+_SCHEDULES = "conventional,pipeline,april,bounded"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="finished or interrupted runs")],
+    plot: Annotated[Path | None, typer.Option(help="also draw reward against seconds and samples here (PNG)")] = None,
+    diagnostics: Annotated[
+        Path | None, typer.Option(help="also draw here how far off-policy tokens were, by lag and position (PNG)")
+    ] = None,
+) -> None:
+    """Compare runs: a table, and plots."""
+    from midflight.report.runs import plot_runs, run_table
+
+    print(run_table(runs))
+    if plot:
+        plot_runs(runs, plot)
+    if diagnostics:
+        from midflight.report.diagnostics import plot_diagnostics
+
+        plot_diagnostics(runs, diagnostics)
+
+
+def compare(
+    recipe_path: RecipeArgument,
+    overrides: Overrides = None,
+    schedules: Annotated[
+        str | None, typer.Option(metavar=_VARIANTS, help="default: conventional,pipeline,april,bounded")
+    ] = None,
+    losses: Annotated[str | None, typer.Option(metavar=_VARIANTS, help="what to compare instead of schedules")] = None,
+    seconds: Annotated[float | None, typer.Option(help="of training, for each run; default: 120")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps of each run, instead of seconds")] = None,
+    num_seeds: Annotated[int, typer.Option("--seeds", help="runs of each; medians over them are shown")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="new or empty, for runs and results; default runs/compare-DATE-TIME")
+    ] = None,
+    accuracy_every: Annotated[
+        int, typer.Option(metavar="STEPS", help="evaluate checkpoints so many optimizer steps apart; 0: none")
+    ] = 20,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe under several schedules or losses in turn: same problems. Leave the machine alone meanwhile.
+
+    A KEY of another section is written SECTION.KEY, as in --losses dapo,ppo:advantage.type=value.
+    """
+    from midflight.experiments.compare import RunLength, plan_comparison, run_comparison
+    from midflight.experiments.comparison_rows import comparison_table
+    from midflight.experiments.variants import parse_variants
+
+    if schedules and losses:
+        raise RecipeError("--schedules and --losses: one of them at a time")
+    if seconds is not None and steps is not None:
+        raise RecipeError("--seconds and --steps: one of them at a time")
+    comparison = plan_comparison(
+        recipe_path,
+        overrides or [],
+        parse_variants("loss", losses) if losses else parse_variants("schedule", schedules or _SCHEDULES),
+        length=RunLength(steps=steps) if steps is not None else RunLength(120.0 if seconds is None else seconds),
+        num_seeds=num_seeds,
+        accuracy_every=accuracy_every,
+    )
+    result = run_comparison(comparison, out, functools.partial(print, file=sys.stderr, flush=True))
+    print(json.dumps(result, indent=2) if as_json else comparison_table(result["rows"]))

@@ -1,0 +1,136 @@
+"""`midflight plan`, `simulate`, `calibrate`: what would be on hardware that is not there, and what this one is like.
+
+Results on stdout, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from midflight.cli.options import Json
+from midflight.config import Scenario, dump_toml, load_scenario
+
+ScenarioArgument = Annotated[Path, typer.Argument(metavar="SCENARIO", help="a scenario (TOML)")]
+ScenarioOverrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the scenario")
+]
+
+
+def plan(
+    scenario_path: ScenarioArgument,
+    overrides: ScenarioOverrides = None,
+    max_lag: Annotated[int | None, typer.Option(help="bound on any token's lag, optimizer steps")] = None,
+    max_mean_lag: Annotated[float | None, typer.Option(help="bound on the mean lag, optimizer steps")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="trained tokens per unit of time: the least lag that is as fast")
+    ] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="rollouts on one engine; default: 1024, or where the table ends")
+    ] = None,
+    lag: Annotated[
+        Literal["corrected", "paper"], typer.Option(help="max lag with training and delays, or as in the paper")
+    ] = "corrected",
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="also draw rate against max lag here (PNG)")] = None,
+    validate: Annotated[
+        Path | None,
+        typer.Option(metavar="RECIPE", help="instead, simulate this recipe and run it, and show how far they differ"),
+    ] = None,
+    schedules: Annotated[
+        str, typer.Option(metavar="TYPE[:KEY=VALUE]...,...", help="with --validate: which")
+    ] = "pipeline,conventional,conventional:steps_per_rl_step=4",
+    seconds: Annotated[float, typer.Option(help="with --validate: of training, for each run")] = 60.0,
+) -> None:
+    """How to split the GPUs: how many generate, with how many rollouts in flight, and what that costs in lag."""
+    from midflight.launch.planning import plan_scenario
+    from midflight.report.plan_table import plan_json, plan_text
+    from midflight.sim.planner.plan import Goal
+
+    scenario = load_scenario(scenario_path, overrides or [])
+    if validate:
+        _validate(scenario, validate, schedules, seconds, as_json)
+        return
+    found = plan_scenario(scenario, Goal(max_lag, max_mean_lag, rate), lag, max_in_flight)
+    time_unit = scenario.simulation.time_unit
+    if plot:
+        from midflight.report.simulation_plots import plot_plan
+
+        plot_plan(found, time_unit, plot)
+    print(json.dumps(plan_json(found), indent=2) if as_json else plan_text(found, time_unit))
+
+
+def simulate(
+    scenario_path: ScenarioArgument,
+    overrides: ScenarioOverrides = None,
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="also draw lag by step and by position here (PNG)")] = None,
+    rollouts: Annotated[bool, typer.Option("--rollouts", help="with --json: also each rollout of every batch")] = False,
+) -> None:
+    """Run a schedule on a virtual clock: trained tokens per time, lag of every token, who waits."""
+    from midflight.launch.planning import estimate_scenario
+    from midflight.launch.simulation import simulate_scenario
+    from midflight.report.simulation_table import simulation_json, simulation_text
+    from midflight.run.directory import check_output
+
+    scenario = load_scenario(scenario_path, overrides or [])
+    check_output(plot)
+    outcome = simulate_scenario(scenario)
+    estimate = estimate_scenario(scenario)
+    if plot:
+        from midflight.report.simulation_plots import plot_outcome
+
+        plot_outcome(outcome, scenario.simulation.time_unit, plot)
+    if as_json:
+        print(json.dumps(simulation_json(outcome, estimate, with_rollouts=rollouts), indent=2))
+    else:
+        print(simulation_text(outcome, estimate, scenario.simulation.time_unit))
+
+
+def calibrate(
+    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="the scenario that is written (TOML)")] = Path("calibrated.toml"),
+    seconds: Annotated[
+        float, typer.Option(help="of training in each of two long runs: as long as what is to be predicted")
+    ] = 60.0,
+    out_runs: Annotated[Path | None, typer.Option(help="new or empty, to keep the runs; default: not kept")] = None,
+    plot: Annotated[Path | None, typer.Option(help="also draw tokens a second against sequences here (PNG)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure decoding, training and delays with real runs of a recipe. Leave the machine alone meanwhile."""
+    from midflight.run.directory import check_output, write_whole
+    from midflight.sim.calibration.calibrate import plan_calibration, run_calibration
+    from midflight.sim.calibration.text import calibration_text, rate_tables
+
+    check_output(out)
+    check_output(plot)
+    calibration = plan_calibration(recipe_path, overrides or [], seconds)
+    scenario, figures = run_calibration(calibration, out_runs, _report)
+    write_whole(out, dump_toml(scenario))
+    if plot:
+        from midflight.report.simulation_plots import plot_rates
+
+        plot_rates(rate_tables(scenario), "s", plot)
+    _report(f"written to {out}")
+    print(json.dumps(figures, indent=2) if as_json else calibration_text(scenario))
+
+
+def _validate(scenario: Scenario, recipe_path: Path, schedules: str, seconds: float, as_json: bool) -> None:
+    from midflight.experiments.variants import parse_variants
+    from midflight.sim.calibration.validation import plan_validation, run_validation, validation_table
+
+    variants = parse_variants("schedule", schedules)
+    validation = plan_validation(scenario, recipe_path, (), variants, seconds)
+    result = run_validation(validation, None, _report)
+    print(json.dumps(result, indent=2) if as_json else validation_table(result["rows"]))
+
+
+_report = functools.partial(print, file=sys.stderr, flush=True)

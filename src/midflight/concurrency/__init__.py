@@ -1,0 +1,1 @@
+"""Waiting without polling: wake-ups between processes, and blocking calls in threads."""

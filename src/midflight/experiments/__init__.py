@@ -1,0 +1,1 @@
+"""Runs that are made to be compared: `midflight compare`."""

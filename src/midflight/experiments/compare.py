@@ -1,0 +1,212 @@
+"""One recipe under several schedules or losses: same problems, seeds and length, one run after the other, alternating.
+
+Every run is a `midflight train` in a process of its own. Where generation and training run at the same time each has
+half of the cores; where they take turns each has all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from midflight.config import Recipe, load_recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import MissingExtraError, RecipeError
+from midflight.experiments.accuracy import accuracy_figures
+from midflight.experiments.comparison_rows import Figures, combine_seeds, curve, label, run_figures
+from midflight.experiments.runs import train
+from midflight.experiments.variants import Variant
+from midflight.launch.build import build_grader, check_recipe
+from midflight.metrics.jsonl import read_metrics
+from midflight.report.machine import describe_machine
+from midflight.report.runs import plot_runs
+from midflight.run.directory import create_directory, write_whole
+from midflight.run.evaluation import sampled_accuracy
+from midflight.trainer.checkpoints import checkpoints_in
+
+_ENDLESS = 1_000_000_000  # optimizer steps, or checkpoints: the clock ends a run
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """When a run ends: after so many seconds of training or optimizer steps, whichever is not None."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    def check(self) -> None:
+        """Raises: RecipeError if no run has that length."""
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise RecipeError(f"--seconds: should be greater than 0, got {self.seconds:g}")
+        if self.steps is not None and self.steps < 1:
+            raise RecipeError(f"--steps: should be at least 1, got {self.steps}")
+
+    @property
+    def overrides(self) -> list[str]:
+        if self.steps is not None:
+            return [f"trainer.max_steps={self.steps}"]
+        return [f"trainer.max_steps={_ENDLESS}", f"trainer.max_seconds={self.seconds}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared, with everything in it checked."""
+
+    recipe_path: Path
+    overrides: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    recipe: Recipe  # the first variant's; only what all of them share matters
+    length: RunLength
+    num_seeds: int
+    accuracy_every: int  # optimizer steps between evaluated checkpoints; 0: no evaluation
+
+    @property
+    def seeds(self) -> list[int]:
+        """The recipe's, and those after it."""
+        return [self.recipe.run.seed + number for number in range(self.num_seeds)]
+
+
+def plan_comparison(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    variants: Sequence[Variant],
+    *,
+    length: RunLength,
+    num_seeds: int = 1,
+    accuracy_every: int = 0,
+) -> Comparison:
+    """What would be compared; nothing is started or written.
+
+    Raises: RecipeError or ModelError, whatever any of the runs would end with, and for what cannot be compared.
+    """
+    _check_options(length, num_seeds, accuracy_every)
+    recipes: list[Recipe] = []
+    for variant in variants:
+        recipe = load_recipe(recipe_path, [*overrides, *variant.overrides])
+        check_recipe(recipe)
+        for other, known in zip(variants, recipes, strict=False):
+            if recipe == known:
+                raise RecipeError(f"{other.text!r} and {variant.text!r} are the same {variant.section}")
+        recipes.append(recipe)
+    if not recipes[0].eval.num_problems:
+        accuracy_every = 0
+    _check_overrides(overrides, accuracy_every)
+    return Comparison(recipe_path, tuple(overrides), tuple(variants), recipes[0], length, num_seeds, accuracy_every)
+
+
+def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> dict[str, Any]:
+    """What `compare.json` in `out` then says: a row per variant and the runs behind them. Also draws `compare.png`.
+
+    Raises: RunDirectoryError if `out` holds something or cannot be written; WorkerError if a run fails.
+    """
+    out = (out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    create_directory(out)
+    machine = describe_machine()
+    runs: list[Figures] = []
+    for seed in comparison.seeds:
+        for variant in comparison.variants:
+            of_all = f"{len(runs) + 1} of {len(comparison.seeds) * len(comparison.variants)}"
+            report(f"run {of_all}: {variant.text}, seed {seed}")
+            runs.append(_run(comparison, variant, seed, out, report))
+    result = {
+        "machine": machine,
+        "recipe": str(comparison.recipe_path),
+        "overrides": list(comparison.overrides),
+        "seconds": comparison.length.seconds,
+        "steps": comparison.length.steps,
+        "seeds": comparison.seeds,
+        "accuracy_every": comparison.accuracy_every,
+        "rows": [
+            combine_seeds([run for run in runs if run[variant.section] == variant.text])
+            for variant in comparison.variants
+        ],
+        "runs": runs,
+    }
+    write_whole(out / "compare.json", json.dumps(result, indent=2) + "\n")
+    _plot(runs, out, report)
+    report(f"written to {out}")
+    return result
+
+
+def _check_options(length: RunLength, num_seeds: int, accuracy_every: int) -> None:
+    length.check()
+    if num_seeds < 1:
+        raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
+    if accuracy_every < 0:
+        raise RecipeError(f"--accuracy-every: should be at least 0, got {accuracy_every}")
+
+
+def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
+    ours = {"run.directory": "--out"} | dict.fromkeys(
+        ("trainer.max_seconds", "trainer.max_steps"), "--seconds or --steps"
+    )
+    if accuracy_every:
+        ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in ours:
+            raise RecipeError(f"override {override}: in a comparison {ours[key]} decides about {key}")
+
+
+def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report: Report) -> Figures:
+    directory = out / f"{variant.file_name}-seed-{seed}"
+    summary = train(comparison.recipe_path, directory, _run_overrides(comparison, variant, seed))
+    report(f"  {summary['steps']} steps, {summary['samples']:,} samples in {summary['train_wall_s']:.1f} s")
+    lines = read_metrics(RunDirectory(directory).metrics)
+    figures = run_figures(summary, lines, _accuracy(comparison, directory, report))
+    return {
+        variant.section: variant.text,
+        "seed": seed,
+        "run_directory": directory.name,
+        **figures,
+        "curve": curve(lines),
+    }
+
+
+def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[str]:
+    """The recipe's changes in one run, the user's first."""
+    overrides = [
+        *comparison.overrides,
+        *variant.overrides,
+        *comparison.length.overrides,
+        f"run.seed={seed}",
+        "eval.num_problems=0",
+    ]
+    if comparison.accuracy_every:
+        every = f"trainer.checkpoint_every={comparison.accuracy_every}"
+        overrides += [every, f"trainer.keep_checkpoints={_ENDLESS}"]
+    return overrides
+
+
+def _accuracy(comparison: Comparison, directory: Path, report: Report) -> Figures:
+    """Evaluates a run's checkpoints; only the newest is left."""
+    if not comparison.accuracy_every:
+        return accuracy_figures([], lambda _: 0.0)
+    checkpoints = checkpoints_in(RunDirectory(directory).checkpoints)
+    with build_grader(comparison.recipe) as grader:
+
+        def accuracy(checkpoint: Path) -> float:
+            measured = sampled_accuracy(comparison.recipe, checkpoint, grader)
+            report(f"  {checkpoint.name}: held-out accuracy {measured:.3f}")
+            return measured
+
+        figures = accuracy_figures(checkpoints, accuracy)
+    for checkpoint in checkpoints[:-1]:
+        shutil.rmtree(checkpoint)
+    return figures
+
+
+def _plot(runs: Sequence[Figures], out: Path, report: Report) -> None:
+    path = out / "compare.png"
+    try:
+        plot_runs([out / run["run_directory"] for run in runs], path, [label(run) for run in runs])
+    except MissingExtraError as error:
+        report(f"no {path.name}: {error}")

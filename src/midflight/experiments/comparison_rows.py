@@ -1,0 +1,178 @@
+"""The figures of runs that are compared: of one run, of all seeds of a variant, and all of them as a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from midflight.experiments.accuracy import LEVELS
+from midflight.metrics.jsonl import MetricsLine
+
+Figures = dict[str, Any]
+
+_FROM_SUMMARY = (
+    "max_lag",
+    "mean_lag",
+    "mean_ess",
+    "idle",
+    "carried_token_fraction",
+    "old_token_fraction",
+    "padding_fraction",
+    "update_pause_s",
+    "dropped",
+    "versions_per_rollout_max",
+    "steps",
+    "samples",
+    "train_wall_s",
+    "groups",
+)
+_LABELS = ("schedule", "loss")  # what was compared
+_OF_ONE_RUN = {*_LABELS, "seed", "run_directory", "curve"}
+_SUMMED = {"groups", "dropped"}  # so that they still add up
+_NUM_CURVE_POINTS = 200
+
+
+def run_figures(summary: Figures, lines: Sequence[MetricsLine], accuracy: Figures) -> Figures:
+    """What a row says, of one run: its summary and its metrics.
+
+    `accuracy` is what accuracy_figures says; `final_reward` is the mean over the last tenth of the steps.
+    Units: rates are per second of the run's clock; `trained_tokens_per_rollout_s` per second that generation was not
+    waiting for training; `update_pause_s`, `train_wall_s` and `seconds_to_accuracy` are in seconds.
+    """
+    wall_s = summary["train_wall_s"]
+    return {
+        "trained_samples_per_s": _rate(summary["samples"], wall_s),
+        "trained_tokens_per_s": _rate(summary["trained_tokens"], wall_s),
+        "trained_tokens_per_rollout_s": _rate(summary["trained_tokens"], summary["rollout_s"]),
+        **{key: summary[key] for key in _FROM_SUMMARY},
+        "length_ks": summary["length_bias"]["ks"],
+        "final_reward": _final_reward(lines),
+        **accuracy,
+    }
+
+
+def curve(lines: Sequence[MetricsLine]) -> list[dict[str, float]]:
+    """Reward against seconds and samples: at most 200 means over windows of steps, each placed at its last step."""
+    steps = [line for line in lines if line["reward/mean"] is not None]
+    size = max(1, math.ceil(len(steps) / _NUM_CURVE_POINTS))
+    windows = [steps[start : start + size] for start in range(0, len(steps), size)]
+    return [
+        {
+            "wall_s": window[-1]["wall_s"],
+            "samples": window[-1]["samples"],
+            "reward": statistics.fmean(line["reward/mean"] for line in window),
+        }
+        for window in windows
+    ]
+
+
+def combine_seeds(runs: Sequence[Figures]) -> Figures:
+    """The row of a variant from its runs: medians, but sums where groups are counted.
+
+    Figures that a run does not have are left out of a median. A level of accuracy that the median run never reached
+    has None.
+    """
+    figures = [key for key in runs[0] if key not in _OF_ONE_RUN]
+    combined = {key: _combine([run[key] for run in runs], _how(key)) for key in figures}
+    return {**{key: runs[0][key] for key in _LABELS if key in runs[0]}, **combined}
+
+
+def label(run_or_row: Figures) -> str:
+    """Which variant it is of, as the user typed it."""
+    return next(str(run_or_row[key]) for key in _LABELS if key in run_or_row)
+
+
+def comparison_table(rows: Sequence[Figures]) -> str:
+    """A column per variant, a line per figure; `-` where there is none."""
+    table = [["", *map(label, rows)]]
+    table += [[title, *(cell(row) for row in rows)] for title, cell in _LINES.items()]
+    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+    return "\n".join(
+        title.ljust(first) + "".join(cell.rjust(width + 3) for cell, width in zip(cells, widths, strict=True))
+        for title, *cells in table
+    )
+
+
+def _final_reward(lines: Sequence[MetricsLine]) -> float | None:
+    rewards = [line["reward/mean"] for line in lines if line["reward/mean"] is not None]
+    return statistics.fmean(rewards[-math.ceil(len(rewards) / 10) :]) if rewards else None
+
+
+def _rate(count: float, seconds: float) -> float | None:
+    return count / seconds if seconds else None
+
+
+def _how(key: str) -> Callable[[Sequence[Any]], Any]:
+    if key in _SUMMED:
+        return sum
+    return _median_reached if key.endswith("_to_accuracy") else _median
+
+
+def _combine(values: Sequence[Any], how: Callable[[Sequence[Any]], Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {name: _combine([value[name] for value in values], how) for name in values[0]}
+    return how(values)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _median_reached(values: Sequence[float | None]) -> float | None:
+    median = statistics.median(math.inf if value is None else value for value in values)
+    return median if math.isfinite(median) else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _figure(key: str, digits: int = 0) -> Callable[[Figures], str]:
+    return lambda row: _number(row[key], digits)
+
+
+def _share(*keys: str) -> Callable[[Figures], str]:
+    def cell(row: Figures) -> str:
+        value: Any = row
+        for key in keys:
+            value = value[key]
+        return "-" if value is None else f"{100 * value:.1f} %"
+
+    return cell
+
+
+def _reached(unit: str, level: str, digits: int) -> Callable[[Figures], str]:
+    return lambda row: _number(row[f"{unit}_to_accuracy"][level], digits)
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{1e3 * value:.2f}"
+
+
+_LINES: dict[str, Callable[[Figures], str]] = {
+    "trained samples a second": _figure("trained_samples_per_s", 1),
+    "trained tokens a second": _figure("trained_tokens_per_s"),
+    "trained tokens a second of rollout": _figure("trained_tokens_per_rollout_s"),
+    **{f"seconds to accuracy {level}": _reached("seconds", str(level), 1) for level in LEVELS},
+    **{f"steps to accuracy {level}": _reached("steps", str(level), 0) for level in LEVELS},
+    "accuracy at the end": _figure("final_accuracy", 3),
+    "reward at the end": _figure("final_reward", 3),
+    "samples": _figure("samples"),
+    "seconds": _figure("train_wall_s", 1),
+    "generation idle": _share("idle", "generation"),
+    "trainer idle": _share("idle", "trainer"),
+    "lag, mean": _figure("mean_lag", 2),
+    "lag, max": _figure("max_lag"),
+    "versions in a rollout, max": _figure("versions_per_rollout_max"),
+    "effective sample size": _figure("mean_ess", 4),
+    "tokens of older weights": _share("old_token_fraction"),
+    "tokens carried over": _share("carried_token_fraction"),
+    "padding": _share("padding_fraction"),
+    "weight update, ms": lambda row: _milliseconds(row["update_pause_s"]),
+    "length bias, KS": _figure("length_ks", 3),
+    "groups dropped": lambda row: _number(sum(row["dropped"].values()), 0),
+    "groups failed": lambda row: _number(row["groups"]["failed"], 0),
+}

@@ -1,0 +1,1 @@
+"""What people look at: the live view, tables and plots."""

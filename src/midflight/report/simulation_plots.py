@@ -1,0 +1,83 @@
+"""Plots of what the formulas and the simulator say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from midflight.report.plotting import COLORS, load_pyplot, save_figure, style_axis
+from midflight.sim.costs import RateTable, rates
+from midflight.sim.planner.plan import Plan
+from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome
+
+
+def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
+    """Rate by max lag of the pipeline and of conventional RL, and how many times as fast that is.
+
+    Raises: MissingExtraError without matplotlib.
+    Source: PipelineRL, fig. 9.
+    """
+    pyplot = load_pyplot()
+    figure, (speed, gain) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    curve = plan.curve
+    speed.step(curve.lags, curve.rates, where="post", color=COLORS[0], linewidth=2, label="pipeline")
+    speed.plot(curve.lags, curve.conventional_rates, color=COLORS[1], linewidth=2, label="conventional")
+    speed.plot([plan.best.max_lag], [plan.best.split.rate], "o", color=COLORS[0])
+    speed.set_ylabel(f"trained tokens per {time_unit}")
+    speed.legend(frameon=False)
+    gain.plot(curve.lags, curve.speed_ups, color=COLORS[2], linewidth=2)
+    gain.axhline(1, color="gray", linewidth=1)
+    gain.set_ylabel("times as fast as conventional")
+    for axis in (speed, gain):
+        axis.set_xscale("log")
+        axis.set_xlabel("max lag, optimizer steps")
+        axis.set_ylim(bottom=0)
+        style_axis(axis)
+    save_figure(figure, out)
+
+
+def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> None:
+    """U(h) of one engine, by what the table is of. Raises: MissingExtraError without matplotlib."""
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for (label, table), color in zip(tables.items(), COLORS, strict=False):
+        between = np.arange(1, table.sizes[-1] + 1)
+        axis.plot(between, rates(table, between), color=color, linewidth=2, label=label)
+        axis.plot(table.sizes, table.rates, "o", color=color)
+    axis.set_xlabel("sequences in flight")
+    axis.set_ylabel(f"sampled tokens per {time_unit}")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
+    style_axis(axis)
+    save_figure(figure, out)
+
+
+def plot_outcome(outcome: Outcome, time_unit: str, out: Path) -> None:
+    """Of a simulated run: each batch's mean and max lag, lag by position in a response, and tokens per time.
+
+    Raises: MissingExtraError without matplotlib.
+    """
+    pyplot = load_pyplot()
+    figure, (lags, positions, speed) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    steps = [batch.index for batch in outcome.measured]
+    lags.plot(steps, outcome.max_lags, ".", markersize=2, color=COLORS[1], label="max of the batch")
+    lags.plot(steps, outcome.mean_lags, ".", markersize=2, color=COLORS[0], label="mean of the batch")
+    lags.set_xlabel("optimizer step")
+    lags.set_ylabel("lag, optimizer steps")
+    lags.legend(frameon=False, markerscale=4)
+    middles = (np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS
+    positions.plot(middles, outcome.lag_by_position, "o-", markersize=3, color=COLORS[0])
+    positions.set_xlabel("position, of the longest response")
+    positions.set_ylabel("mean lag, optimizer steps")
+    ends = np.array([outcome.start, *(batch.end for batch in outcome.measured)])
+    tokens = np.cumsum([0, *(batch.num_tokens for batch in outcome.measured)])
+    speed.plot(ends - ends[0], tokens, color=COLORS[2])
+    speed.set_xlabel(f"time, {time_unit}")
+    speed.set_ylabel("trained tokens")
+    for axis in (lags, positions, speed):
+        axis.set_ylim(bottom=0)
+        style_axis(axis)
+    save_figure(figure, out)

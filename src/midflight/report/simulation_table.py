@@ -1,0 +1,87 @@
+"""A simulated run for people, and for machines."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from midflight.metrics.jsonl import finite
+from midflight.sim.formulas.analytic import Estimate
+from midflight.sim.simulator.outcome import Outcome, TrainedBatch
+
+
+def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str) -> str:
+    """What was simulated, and what the formulas say about it, if they do."""
+    figures = outcome.figures()
+    formulas = _of_formulas(estimate)
+    lines = [f"{'':44}{'simulated':>12}{'formulas':>12}"]
+    for name, label in _LABELS.items():
+        formula = formulas.get(name)
+        lines.append(f"{label.format(unit=time_unit):44}{_number(figures[name]):>12}{_number(formula):>12}")
+    lines.append(
+        f"over {figures['steps']} optimizer steps, {_number(figures['time'])} {time_unit} on the virtual clock"
+    )
+    return "\n".join(lines)
+
+
+def simulation_json(outcome: Outcome, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:
+    """Numbers that are not finite are null."""
+    values: dict[str, Any] = {
+        "figures": outcome.figures(),
+        "formulas": _of_formulas(estimate) or None,
+        "batches": [_batch_json(batch, with_rollouts) for batch in outcome.measured],
+    }
+    return cast(dict[str, Any], finite(values))
+
+
+def _batch_json(batch: TrainedBatch, with_rollouts: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "version": batch.index,
+        "start": batch.start,
+        "end": batch.end,
+        "trained_tokens": batch.num_tokens,
+        "lag/mean": batch.mean_lag,
+        "lag/max": batch.max_lag,
+    }
+    if with_rollouts:
+        values |= {
+            "rollouts": batch.rollout_ids.tolist(),
+            "lengths": batch.lengths.tolist(),
+            "first_lags": batch.first_lags.tolist(),
+            "last_lags": batch.last_lags.tolist(),
+        }
+    return values
+
+
+def _of_formulas(estimate: Estimate | None) -> dict[str, float]:
+    """Under the names of the figures."""
+    if estimate is None:
+        return {}
+    return {
+        "throughput/trained_tokens": estimate.rate,
+        "idle/trainer_fraction": 1.0 - estimate.trainer_share,
+        "lag/mean": estimate.mean_lag,
+        "lag/max": estimate.max_lag,
+    }
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+_LABELS = {
+    "throughput/trained_tokens": "trained tokens per {unit}",
+    "throughput/generated_tokens": "generated tokens per {unit}",
+    "lag/mean": "lag, mean (optimizer steps)",
+    "lag/p95": "lag, 95 % of tokens",
+    "lag/max": "lag, max",
+    "lag/max_of_batch_median": "lag, median of the batches' max",
+    "lag/last_token": "lag of last tokens, mean",
+    "old_token_fraction": "tokens of older weights, share",
+    "versions_per_rollout/max": "weight versions in one rollout, max",
+    "carried_token_fraction": "tokens from before an interruption, share",
+    "discarded_token_fraction": "tokens never trained on, share",
+    "idle/generation_fraction": "generation idle, share",
+    "idle/trainer_fraction": "trainer idle, share",
+}

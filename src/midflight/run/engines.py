@@ -1,0 +1,248 @@
+"""The servers that a run generates on: found in the run's registry, connected, tried again when they are lost.
+
+consumes       the files of the registry, about once a second
+waits for      nothing; connections are made in threads of their own
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from midflight.concurrency.background import run_in_background
+from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import MidflightError, ModelError, RequestError
+from midflight.generation.client import TOKEN_VARIABLE, HTTPGenerator
+from midflight.generation.pool import EnginePool, PoolHooks
+from midflight.launch.build import build_engine, recipe_schedule
+from midflight.models.loading import load_config
+from midflight.protocols import Generator
+from midflight.run.engine_registry import Entry, read_entries
+from midflight.types import GenerationRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOOK_S = 1.0
+# Between two attempts to connect: doubled each time, from the first to the last.
+BACKOFF_S = (1.0, 30.0)
+# Between two questions whether a server is still there: one that hangs says nothing by itself.
+PROBE_S = 10.0
+# For an answer, and for each bucket of weights; an engine that hangs may hold up the run for as long, once.
+_ANSWER_TIMEOUT_S = 30.0
+
+Connect = Callable[[str, threading.Event], HTTPGenerator]
+
+
+def open_generator(
+    recipe: Recipe, run: RunDirectory, version: int, weights: Mapping[str, Tensor], note: Callable[[str], object]
+) -> AbstractContextManager[Generator]:
+    """What generates for a run: an engine in this process, or the servers that join. `note` is for the user."""
+    if recipe.engine.type == "http":
+        return _pool(recipe, run, version, weights, note)
+    config, num_rows = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
+    return nullcontext(build_engine(recipe, config, weights, num_rows=num_rows, version=version))
+
+
+def has_engine(generator: Generator, timeout_s: float) -> bool:
+    """Wait for the first server of a pool; whether there is one."""
+    return not isinstance(generator, EnginePool) or generator.wait_for_member(timeout_s)
+
+
+def is_settled(generator: Generator) -> bool:
+    """Step while nothing is in flight; whether no engine is still at weights it was given."""
+    generator.step()
+    return not generator.update_pending
+
+
+@contextmanager
+def _pool(
+    recipe: Recipe, run: RunDirectory, version: int, weights: Mapping[str, Tensor], note: Callable[[str], object]
+) -> Iterator[EnginePool]:
+    ended = threading.Event()
+    servers = Servers(run.engines, functools.partial(connect, recipe), ended, note)
+    pool = EnginePool(
+        version,
+        weights,
+        run=run_in_background,
+        ended=ended,
+        hooks=PoolHooks(servers.look, servers.say, functools.partial(_check, recipe)),
+        update_timeout_s=recipe.engine.update_timeout_s,
+        join_timeout_s=recipe.engine.join_timeout_s,
+    )
+    if not read_entries(run.engines):
+        note(f"waiting for an engine; to start one: midflight serve {run.config} --join {run.path} serve.port=0")
+    with closing(pool):
+        yield pool
+
+
+def connect(recipe: Recipe, url: str, ended: threading.Event) -> HTTPGenerator:
+    """Raises: GenerationLostError if the server cannot be reached; ModelError if it cannot do what the run needs."""
+    generator = HTTPGenerator(url, admin_token=os.environ.get(TOKEN_VARIABLE), timeout_s=_ANSWER_TIMEOUT_S, ended=ended)
+    try:
+        _check_fits(recipe, generator)
+    except BaseException:
+        generator.close()
+        raise
+    return generator
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One server of the registry."""
+
+    entry: Entry
+    attempt: Future[HTTPGenerator] | None = None
+    joined_at_s: float | None = None
+    retry_at_s: float = 0.0
+    num_failures: int = 0
+
+
+@dataclass(slots=True)
+class _Probe:
+    generator: HTTPGenerator
+    due_s: float
+    answer: Future[int] | None = None
+
+
+class Servers:
+    """Brings the members of a pool in line with a registry."""
+
+    def __init__(
+        self,
+        directory: Path,
+        connect: Connect,
+        ended: threading.Event,
+        note: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ended`: for the generators that are made."""
+        self._directory, self._connect, self._ended, self._note = directory, connect, ended, note
+        self._clock = clock
+        self._candidates: dict[str, _Candidate] = {}
+        self._probes: dict[str, _Probe] = {}
+        self._said: dict[str, str] = {}
+        self._next_look_s = -math.inf
+
+    def look(self, pool: EnginePool) -> None:
+        """Let servers join and leave the pool. Cheap: most calls only see whether a connection has come about."""
+        now_s = self._clock()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self._read_registry(pool)
+        for name, candidate in self._candidates.items():
+            if name not in pool.names:
+                self._pursue(name, candidate, pool, now_s)
+        for name, probe in list(self._probes.items()):
+            if name in pool.names:
+                self._continue_probe(name, probe, pool, now_s)
+            else:
+                del self._probes[name]
+
+    def say(self, name: str, text: str) -> None:
+        """To the user, unless it is what was said last about this server."""
+        if self._said.get(name) != text:
+            self._said[name] = text
+            self._note(f"engine {name} {text}")
+
+    def _read_registry(self, pool: EnginePool) -> None:
+        entries = read_entries(self._directory)
+        for name, candidate in list(self._candidates.items()):
+            if entries.get(name) != candidate.entry:
+                del self._candidates[name]
+                pool.leave(name, "it was started again" if entries.get(name) else "it was taken out of the registry")
+                if candidate.attempt is not None:
+                    candidate.attempt.add_done_callback(_close_result)
+        for name, entry in entries.items():
+            if entry is None:
+                self.say(name, f'is left out: {self._directory / name}.json is not {{"url": "http://..."}}')
+            elif name not in self._candidates:
+                self._candidates[name] = _Candidate(entry)
+
+    def _pursue(self, name: str, candidate: _Candidate, pool: EnginePool, now_s: float) -> None:
+        if candidate.joined_at_s is not None:  # it was in the pool, and was lost
+            if now_s - candidate.joined_at_s > BACKOFF_S[1]:
+                candidate.num_failures = 0
+            candidate.joined_at_s = None
+            _put_off(candidate, now_s)
+        elif candidate.attempt is None:
+            if now_s >= candidate.retry_at_s:
+                candidate.attempt = run_in_background(
+                    functools.partial(self._connect, candidate.entry.url, self._ended)
+                )
+        elif candidate.attempt.done():
+            attempt, candidate.attempt = candidate.attempt, None
+            self._take(name, candidate, attempt, pool, now_s)
+
+    def _take(
+        self, name: str, candidate: _Candidate, attempt: Future[HTTPGenerator], pool: EnginePool, now_s: float
+    ) -> None:
+        try:
+            generator = attempt.result()
+        except (ModelError, RequestError) as error:
+            self.say(name, f"is left out: {error}")
+            candidate.retry_at_s = math.inf
+        except MidflightError as error:
+            self.say(name, f"is not there, and is tried again: {error}")
+            _put_off(candidate, now_s)
+        else:
+            candidate.joined_at_s = now_s
+            self._probes[name] = _Probe(generator, now_s + PROBE_S)
+            pool.join(name, generator, generator.close)
+
+    def _continue_probe(self, name: str, probe: _Probe, pool: EnginePool, now_s: float) -> None:
+        if probe.answer is None:
+            if now_s >= probe.due_s:
+                probe.answer = run_in_background(functools.partial(_ask, probe.generator))
+        elif probe.answer.done():
+            error, probe.answer = probe.answer.exception(), None
+            probe.due_s = now_s + PROBE_S
+            if error is not None:
+                pool.lose(name, str(error))
+
+
+def _ask(generator: HTTPGenerator) -> int:
+    return generator.weight_version
+
+
+def _put_off(candidate: _Candidate, now_s: float) -> None:
+    first, last = BACKOFF_S
+    candidate.retry_at_s = now_s + min(last, first * 2**candidate.num_failures)
+    candidate.num_failures += 1
+
+
+def _close_result(attempt: Future[HTTPGenerator]) -> None:
+    if attempt.exception() is None:
+        attempt.result().close()
+
+
+def _check_fits(recipe: Recipe, generator: HTTPGenerator) -> None:
+    limits = generator.limits()
+    vocab_size = load_config(recipe.model.path).vocab_size
+    if limits.vocab_size != vocab_size:
+        raise ModelError(
+            f"its model has a vocabulary of {limits.vocab_size} tokens, and that of model.path = {recipe.model.path}"
+            f" has {vocab_size}"
+        )
+    if limits.max_length < recipe.max_length:
+        raise ModelError(
+            f"it takes sequences of up to {limits.max_length} tokens, and engine.max_prompt_tokens +"
+            f" sampling.max_tokens = {recipe.max_length}"
+        )
+
+
+def _check(recipe: Recipe, request: GenerationRequest) -> None:
+    """Raises: RequestError for a prompt that no server has to take."""
+    num_tokens, longest = len(request.prompt_token_ids), recipe.engine.max_prompt_tokens
+    if not 0 < num_tokens <= longest:
+        raise RequestError(f"request {request.rollout_id}: its prompt has {num_tokens} tokens, not 1 to {longest}")

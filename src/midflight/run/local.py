@@ -1,0 +1,135 @@
+"""A run on one machine: evaluate, start the workers, watch, stop them, evaluate, sum up.
+
+waits for      a message or the end of a worker; Ctrl-C
+unblocked by   either; the view is refreshed every REFRESH_S
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import MidflightError
+from midflight.metrics.jsonl import MetricsTail
+from midflight.report.progress import LiveView
+from midflight.run.directory import write_whole
+from midflight.run.evaluation import evaluate_model
+from midflight.run.resuming import prepare_to_resume
+from midflight.run.summary import summarize
+from midflight.run.supervisor import Supervisor, warm_up
+from midflight.run.workers import worker_bodies
+from midflight.tracing.chrome import write_chrome_trace
+from midflight.trainer.checkpoints import newest_checkpoint
+
+REFRESH_S = 0.25
+
+
+class InterruptedRunError(MidflightError):
+    """The user stopped the run; it can go on later."""
+
+    exit_code = 130
+
+
+def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, Any]:
+    """Train to the end of the recipe; the summary, which is also written to the run directory.
+
+    Raises: WorkerError or what a worker reported; InterruptedRunError after Ctrl-C, with a checkpoint written.
+    """
+    ended_early: MidflightError | None = None
+    say = functools.partial(console.print, soft_wrap=True)
+    with run.locked():
+        run.wait_for_workers(say)
+        prepare_to_resume(run, recipe, say)
+        warm_up()
+        before = _previous_summary(run)
+        eval_before = before.get("eval_before") or _evaluate(recipe, recipe.model.path, "before", console)
+        num_restarts: Counter[str] = Counter(before.get("restarts"))
+        try:
+            _train(recipe, run, num_restarts, say, console)
+        except MidflightError as error:
+            ended_early = error
+        spans = [run.spans(role) for role in worker_bodies(recipe)]
+        write_chrome_trace([each for each in spans if each.exists()], run.trace)
+        eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
+        summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
+        write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
+    if ended_early:
+        raise ended_early
+    return summary
+
+
+def _previous_summary(run: RunDirectory) -> dict[str, Any]:
+    """Of when this run was interrupted; empty if it was not."""
+    if not run.summary.exists():
+        return {}
+    summary: dict[str, Any] = json.loads(run.summary.read_text())
+    return summary
+
+
+def _evaluate(recipe: Recipe, model: Path | None, when: str, console: Any) -> dict[str, Any] | None:
+    if not recipe.eval.num_problems or model is None:
+        return None
+    with console.status(f"evaluating {when} training on {recipe.eval.num_problems} held-out problems"):
+        return asdict(evaluate_model(recipe, model))
+
+
+def _train(
+    recipe: Recipe, run: RunDirectory, num_restarts: Counter[str], say: Callable[[str], None], console: Any
+) -> None:
+    with _weights_directory() as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
+        tail = MetricsTail(run.metrics)
+        supervisor = Supervisor(recipe, run, weights_directory, worker_bodies(recipe), num_restarts, say)
+
+        def refresh() -> None:
+            lines = tail.read()
+            view.update(lines)
+            supervisor.newest_version = max([supervisor.newest_version, *(line["version"] for line in lines)])
+
+        try:
+            with _interrupts() as interrupts:
+                supervisor.start()
+                while not supervisor.finished():
+                    supervisor.watch(REFRESH_S)
+                    refresh()
+                    if interrupts:
+                        raise InterruptedRunError(f"stopped; go on with: midflight train {run.path} --resume")
+        finally:
+            supervisor.stop()
+            refresh()
+            supervisor.check()
+
+
+@contextlib.contextmanager
+def _weights_directory() -> Iterator[Path]:
+    """A place for the shared weights: in memory where the system has such a directory."""
+    shared_memory = Path("/dev/shm")
+    parent = shared_memory if shared_memory.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="midflight-", dir=parent) as directory:
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C, and the SIGTERM of a cluster, which means the same; noted, as an exception could come while a process is
+    being started and leave it unwatched.
+    """
+    noted: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as in the background of a script
+            signal.signal(number, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,110 @@
+"""`summary.json`: the whole run in one object, put together from what the processes left in the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import StreamError
+from midflight.launch.streams import open_batches, open_groups
+from midflight.metrics.averages import mean_by_lag, mean_over, mismatch_of
+from midflight.metrics.jsonl import read_metrics
+from midflight.metrics.lag import lag_metrics
+from midflight.metrics.lengths import length_bias
+from midflight.protocols import Stream
+from midflight.run.resuming import actor_checkpoint
+from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.types import ActorState, GroupCounts
+
+Record = TypeVar("Record")
+
+
+def summarize(
+    run: RunDirectory, recipe: Recipe, eval_before: dict[str, Any] | None, eval_after: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Counts are of the whole run, interruptions included, as of the newest checkpoint."""
+    checkpoint = newest_checkpoint(run.checkpoints)
+    trainer = load_state(checkpoint) if checkpoint else TrainerState()
+    actor = _actor_state(run, recipe)
+    num_waiting_groups = _num_waiting_groups(run, recipe, trainer.version)
+    lag = lag_metrics(trainer.lag_histogram)
+    lines = [line for line in read_metrics(run.metrics) if line["version"] <= trainer.version]
+    return {
+        "run_directory": str(run.path),
+        "eval_before": eval_before,
+        "eval_after": eval_after,
+        "train_wall_s": trainer.wall_s,
+        "steps": trainer.version,
+        "skipped_steps": trainer.skipped_steps,
+        "samples": trainer.samples,
+        "generated_tokens": actor.generated_tokens if actor else 0,
+        "trained_tokens": trainer.trained_tokens,
+        "updates": actor.num_updates if actor else 0,
+        "aborted": actor.num_aborted if actor else 0,
+        "versions_per_rollout_max": trainer.versions_per_rollout_max,
+        "max_lag": int(lag.get("lag/max", 0)),
+        "mean_lag": lag.get("lag/mean", 0.0),
+        "mismatch": mismatch_of(lines),
+        "ess_by_lag": mean_by_lag(lines, "ess"),
+        "mean_ess": trainer.ess_sum / trainer.ess_steps if trainer.ess_steps else None,
+        "update_pause_s": mean_over(lines, "update/pause_s", weights=None),
+        "idle": {
+            "generation": mean_over(lines, "idle/generation_fraction", weights="time/step_s"),
+            "trainer": mean_over(lines, "idle/trainer_fraction", weights="time/step_s"),
+        },
+        "peak_memory_bytes": lines[-1].get("memory/peak_bytes_by_rank") if lines else None,
+        "rollout_s": trainer.rollout_s,
+        "carried_token_fraction": trainer.carried_tokens / max(trainer.trained_tokens, 1),
+        "old_token_fraction": lag.get("old_token_fraction", 0.0),
+        "padding_fraction": mean_over(lines, "padding_fraction", weights=None),
+        "length_bias": length_bias(trainer.generated_lengths, trainer.trained_lengths, trainer.dropped_lengths),
+        "dropped": {
+            "filtered": actor.num_filtered_groups if actor else 0,
+            "queue_full": actor.num_dropped_groups if actor else 0,
+        },
+        "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
+    }
+
+
+def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:
+    """Of when it was last saved or handed a batch over, whichever was later; None if it never came to either."""
+    checkpoint = actor_checkpoint(run, recipe) if run.partials.exists() else None
+    return checkpoint.state if checkpoint else None
+
+
+def _num_waiting_groups(run: RunDirectory, recipe: Recipe, trained: int) -> int:
+    """Groups that were handed over and not trained on: in batches, or still to be made into one."""
+    if not run.partials.exists():
+        return 0
+    with contextlib.closing(open_batches(run, recipe)) as batches:
+        num_batches = batches.next_offset()
+        num_groups = sum(len(batch.group_ids) for batch in _records(batches, trained))
+    if recipe.preprocess.process == "own":
+        with contextlib.closing(open_groups(run, recipe)) as groups:
+            num_groups += sum(len(chosen.groups) for chosen in _records(groups, num_batches))
+    return num_groups
+
+
+def _records(stream: Stream[Record], from_offset: int) -> list[Record]:
+    """All from `from_offset` on; none if the stream has not come so far."""
+    num_left = stream.next_offset() - from_offset
+    return stream.read(from_offset, max_records=num_left, timeout_s=0) if num_left > 0 else []
+
+
+def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_groups: int) -> GroupCounts:
+    """Raises: StreamError if a group is unaccounted for: that would be a defect, and no summary should hide it."""
+    if actor is None:
+        return GroupCounts()
+    counts = GroupCounts(
+        started=actor.next_group_id,
+        trained=trainer.trained_groups,
+        dropped=actor.num_dropped_groups + actor.num_filtered_groups,
+        failed=actor.num_failed_groups,
+        unfinished=len(actor.open_group_ids) + num_waiting_groups,
+    )
+    if not counts.adds_up():
+        raise StreamError(f"groups are unaccounted for: {counts}")
+    return counts

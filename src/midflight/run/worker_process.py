@@ -1,0 +1,133 @@
+"""A process of a run, whatever its role: signals, its log, its lock, a line to the supervisor.
+
+A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",), with ("crashed", text), or, if
+starting it again would not help, with ("failed", exit_code, text). ("note", text) is for the user, at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import MidflightError
+
+_WAIT_SLICE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a worker process is started with."""
+
+    recipe: Recipe
+    run: RunDirectory
+    weights_directory: Path
+    supervisor: Connection
+    heartbeat: Any  # a c_uint64 in shared memory
+    num_restarts: int  # of this role, before this process
+
+    def should_stop(self) -> bool:
+        """Asked to, or nobody is left to ask. Every loop asks in every turn, which shows that it has not hung."""
+        self.heartbeat.value += 1
+        return _stop_requested or self.is_orphan()
+
+    def is_orphan(self) -> bool:
+        """Whether the supervisor was killed."""
+        return bool(_end_of_parent().poll(0))
+
+    @property
+    def weights_path(self) -> Path:
+        return self.weights_directory / "weights"
+
+    def wait_until(self, happens: Callable[[float], bool]) -> None:
+        """`happens(timeout_s)` waits and says whether it did. Ends the process if it should stop meanwhile."""
+        while not happens(_WAIT_SLICE_S):
+            if self.should_stop():
+                raise SystemExit(0)
+
+    def tell(self, *message: object) -> None:
+        with contextlib.suppress(OSError):  # a supervisor that was killed hears nothing
+            self.supervisor.send(message)
+
+
+_stop_requested = False
+
+
+@functools.cache
+def _end_of_parent() -> select.poll:
+    """What can be read from when the supervisor is gone; asked at every token, where `is_alive` would cost 25 us."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    poll = select.poll()
+    poll.register(parent.sentinel, select.POLLIN)
+    return poll
+
+
+WorkerBody = Callable[[WorkerContext], None]
+
+
+def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
+    """The entry point of a worker process: `body` with its output in the log and its end reported."""
+    _redirect_output(context.run.log(name))
+    # Ctrl-C reaches the whole terminal group; only the supervisor decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _request_stop)
+    torch.set_num_interop_threads(1)
+    with context.run.worker_locked(name):
+        try:
+            if not context.is_orphan():  # or the run may have gone on without it before it took the lock
+                _run(body, name, context)
+        finally:
+            if context.is_orphan():  # nobody else is left to remove them; another worker may be at it too
+                shutil.rmtree(context.weights_directory, ignore_errors=True)
+
+
+def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
+    try:
+        body(context)
+    except MidflightError as error:
+        traceback.print_exc()
+        context.tell("failed", error.exit_code, str(error))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        context.tell("crashed", f"the {name} process failed: {type(error).__name__}: {error}")
+        sys.exit(1)
+    context.tell("done")
+
+
+def start_together(context: WorkerContext) -> None:
+    """So that the clock of the run starts when all sides are set up."""
+    context.tell("ready")
+    context.wait_until(context.supervisor.poll)
+    try:
+        context.supervisor.recv()
+    except (EOFError, OSError):
+        raise SystemExit(0) from None
+
+
+def _redirect_output(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _request_stop(*_: object) -> None:
+    global _stop_requested
+    _stop_requested = True

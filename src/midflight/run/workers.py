@@ -1,0 +1,198 @@
+"""What the processes of a run on one machine do, by role."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+from midflight.actor.actor import Actor
+from midflight.actor.loop import RolloutLoop
+from midflight.actor.partials import PartialBuffer
+from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.launch.build import (
+    build_actor_config,
+    build_grader,
+    build_learning_rates,
+    build_preprocessing,
+    build_trainer,
+    join_training,
+    num_threads,
+    recipe_schedule,
+    trainer_device,
+)
+from midflight.launch.environments import build_environment
+from midflight.launch.objectives import build_objective
+from midflight.launch.streams import open_batches, open_groups
+from midflight.launch.weights import open_receiver, open_sender
+from midflight.metrics.jsonl import JsonlWriter
+from midflight.models.loading import load_tokenizer
+from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
+from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceiver
+from midflight.run.engines import has_engine, is_settled, open_generator
+from midflight.run.resuming import actor_checkpoint
+from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
+from midflight.streams.codec import Codec
+from midflight.tracing.spans import Tracer
+from midflight.trainer.checkpoints import TrainerState, checkpoint_of, load_state, newest_whole_checkpoint
+from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.trainer.ranks import Ranks
+from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
+from midflight.weights.drain import WeightDrain
+
+
+def trainer_body(context: WorkerContext, rank: int = 0) -> None:
+    recipe, run = context.recipe, context.run
+    config = recipe.trainer
+    if config.threads is None:
+        torch.set_num_threads(max(1, num_threads(None, recipe_schedule(recipe).colocated) // config.num_ranks))
+    else:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(recipe.run.seed)
+    # All ranks are started again together, and the file they met at before is used up.
+    meeting_point = context.weights_directory / f"ranks-{context.num_restarts}"
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(join_training(recipe, rank, meeting_point))
+        sender = (
+            None if rank else stack.enter_context(contextlib.closing(open_sender(recipe, run, context.weights_path)))
+        )
+        backend = build_trainer(recipe, sender or WeightDrain(), ranks)
+        backend.init(rank)
+        state = _resume(backend, ranks, context)
+        backend.publish_weights(state.version)
+        batches = stack.enter_context(contextlib.closing(open_batches(run, recipe)))
+        metrics = None if rank else stack.enter_context(JsonlWriter(run.metrics, resume_version=state.version))
+        tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
+        loop = TrainLoop(
+            loop_settings(recipe, run),
+            backend,
+            build_objective(recipe),
+            batches,
+            metrics,
+            tracer,
+            state,
+            Codec(TrainingBatch).encode,
+            ranks,
+            trainer_device(recipe, rank),
+        )
+        start_together(context)
+        loop.run(context.should_stop)
+
+
+def trainer_role(rank: int) -> str:
+    return f"trainer-{rank}" if rank else "trainer"
+
+
+def _resume(backend: TrainerBackend, ranks: Ranks, context: WorkerContext) -> TrainerState:
+    """Load the newest checkpoint that is whole, as rank 0 finds."""
+    found, checkpoints = -1, context.run.checkpoints
+    if ranks.rank == 0:
+        newest = newest_whole_checkpoint(checkpoints, lambda text: context.tell("note", text))
+        found = load_state(newest).version if newest else -1
+    version = ranks.agree(found)
+    if version < 0:
+        return TrainerState()
+    checkpoint = checkpoint_of(checkpoints, version)
+    backend.load(checkpoint)
+    return load_state(checkpoint)
+
+
+def rollout_body(context: WorkerContext) -> None:
+    recipe, run = context.recipe, context.run
+    schedule = recipe_schedule(recipe)
+    torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
+    receiver = open_receiver(recipe, run, context.weights_path)
+    _wait_for_weights(receiver, 0, context)
+    version, weights = receiver.receive()
+    tokenizer = load_tokenizer(recipe.model.path)
+    checkpoint = actor_checkpoint(run, recipe)
+    environment = build_environment(recipe)
+    with (
+        _tracer(run, "rollout") as tracer,
+        build_grader(recipe) as grader,
+        open_generator(recipe, run, version, weights, lambda text: context.tell("note", text)) as generator,
+        contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
+        contextlib.closing(PartialBuffer(run.partials)) as partials,
+    ):
+        actor_config = build_actor_config(recipe, tokenizer)
+        actor = Actor(actor_config, generator, schedule, environment, grader, tokenizer, checkpoint)
+        loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
+        context.wait_until(grader.wait_until_ready)
+        context.wait_until(lambda timeout_s: has_engine(generator, timeout_s))
+        start_together(context)
+        with tracer.span("wait"):
+            _catch_up(generator, receiver, checkpoint, context)
+        loop.run(context.should_stop)
+
+
+def preprocess_body(context: WorkerContext) -> None:
+    recipe, run = context.recipe, context.run
+    torch.set_num_threads(recipe.preprocess.threads or 1)
+    groups, batches = open_groups(run, recipe), open_batches(run, recipe)
+    with _tracer(run, "preprocess") as tracer:
+        loop = PreprocessLoop(groups, batches, Preprocessor(build_preprocessing(recipe), tracer), tracer)
+        start_together(context)
+        loop.run(context.should_stop)
+    groups.close()
+    batches.close()
+
+
+def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
+    """The processes of a run, by role."""
+    bodies: dict[str, WorkerBody] = {
+        trainer_role(rank): functools.partial(trainer_body, rank=rank) for rank in range(recipe.trainer.num_ranks)
+    }
+    bodies["rollout"] = rollout_body
+    if recipe.preprocess.process == "own":
+        bodies["preprocess"] = preprocess_body
+    return bodies
+
+
+def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[ChosenBatch] | PreprocessAtOnce:
+    """Where the rollout loop appends; the reference is loaded only by the process that preprocesses."""
+    if recipe.preprocess.process == "own":
+        return open_groups(run, recipe)
+    return PreprocessAtOnce(open_batches(run, recipe), Preprocessor(build_preprocessing(recipe), tracer))
+
+
+def loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
+    trainer = recipe.trainer
+    return LoopSettings(
+        max_steps=trainer.max_steps,
+        max_seconds=trainer.max_seconds,
+        checkpoint_every=trainer.checkpoint_every,
+        keep_checkpoints=trainer.keep_checkpoints,
+        max_nonfinite_steps=trainer.max_nonfinite_steps,
+        learning_rate=build_learning_rates(recipe),
+        checkpoints=run.checkpoints,
+        rejected_batches=run.rejected_batches,
+    )
+
+
+def _tracer(run: RunDirectory, role: str) -> Tracer:
+    return Tracer(run.spans(role), role)
+
+
+def _wait_for_weights(receiver: WeightReceiver, version: int, context: WorkerContext) -> None:
+    context.wait_until(lambda timeout_s: receiver.wait(newer_than=version - 1, timeout_s=timeout_s))
+
+
+def _catch_up(
+    generator: Generator, receiver: WeightReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
+) -> None:
+    """No token may be followed by one of an older version.
+
+    After a kill the trainer is back at its checkpoint, and rollouts may have tokens of versions that it makes again
+    from the batches in the stream.
+    """
+    if checkpoint is None:
+        return
+    newest = max((int(each.generated.weight_versions.max(initial=0)) for each in checkpoint.rollouts), default=0)
+    # A loss of power may have taken the last batches; without them there is nothing to make such versions from.
+    newest = min(newest, checkpoint.state.num_batches)
+    if generator.weight_version < newest:
+        _wait_for_weights(receiver, newest, context)
+        context.wait_until(lambda timeout_s: is_settled(generator))
+        generator.update_weights(*receiver.receive())

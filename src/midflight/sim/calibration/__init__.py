@@ -1,0 +1,1 @@
+"""Costs of this machine from short real runs, and predictions held against real runs."""

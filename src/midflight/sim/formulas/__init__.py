@@ -1,0 +1,1 @@
+"""What rates and lags are in the steady state, in closed form."""

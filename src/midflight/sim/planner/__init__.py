@@ -1,0 +1,1 @@
+"""The best split of a cluster: a search over the formulas."""

@@ -1,0 +1,243 @@
+"""Which servers of a run's registry are members of its pool, as time goes by."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from midflight.config import load_recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import GenerationLostError, ModelError, RecipeError, RunDirectoryError
+from midflight.generation.pool import EnginePool, PoolHooks
+from midflight.run import engines
+from midflight.run.directory import create_run
+from midflight.run.engine_registry import Registration, read_entries
+from midflight.run.engines import BACKOFF_S, LOOK_S, PROBE_S, Servers
+from midflight.testing.fakes import ScriptedGenerator
+from midflight.types import GenerationRequest, RolloutId, SamplingParams
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+
+
+class Connected(ScriptedGenerator):
+    hangs = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(lambda rollout: 5)
+        self.url, self.is_closed = url, False
+
+    @property
+    def weight_version(self) -> int:
+        if self.hangs:
+            raise GenerationLostError("no answer")
+        return self._version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._version = version
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Controls:
+    """Servers that can be reached or not, attempts that end at once or when told to, a clock to move on."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        directory.mkdir()
+        self.directory, self.now_s, self.notes = directory, 0.0, list[str]()
+        self.answers: dict[str, Exception] = {}  # url: why not
+        self.attempts: list[str] = []
+        self.made: list[Connected] = []
+        self.held: list[Callable[[], None]] | None = None
+        monkeypatch.setattr(engines, "run_in_background", self._run)
+        self.servers = Servers(directory, self._connect, threading.Event(), self.notes.append, lambda: self.now_s)
+        self.pool = EnginePool(0, {}, hooks=PoolHooks(self.servers.look, self.servers.say))
+
+    def write(self, name: str, url: str, at: int = 1) -> None:
+        path = self.directory / f"{name}.json"
+        path.write_text(json.dumps({"url": url}))
+        os.utime(path, ns=(at, at))
+
+    def look(self, after_s: float = LOOK_S) -> frozenset[str]:
+        """Twice: an attempt that ends at once is seen by the next look."""
+        self.now_s += after_s
+        self.pool.step()
+        self.pool.step()
+        return self.pool.names
+
+    def _connect(self, url: str, ended: threading.Event) -> Connected:
+        self.attempts.append(url)
+        if url in self.answers:
+            raise self.answers[url]
+        self.made.append(Connected(url))
+        return self.made[-1]
+
+    def _run(self, function):  # type: ignore[no-untyped-def]
+        future: Future[object] = Future()
+
+        def carry_out() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        if self.held is None:
+            carry_out()
+        else:
+            self.held.append(carry_out)
+        return future
+
+
+@pytest.fixture
+def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controls:
+    return Controls(tmp_path / "engines", monkeypatch)
+
+
+def test_servers_join_when_they_are_registered_and_leave_when_they_are_not(controls: Controls) -> None:
+    assert controls.look() == frozenset()
+    controls.write("one", "http://one:1/")
+    controls.write("two", "http://two:2")
+    assert controls.look() == {"one", "two"}
+    assert controls.attempts == ["http://one:1", "http://two:2"]
+    (controls.directory / "one.json").unlink()
+    assert controls.look(after_s=LOOK_S / 2) == {"one", "two"}
+    assert controls.look() == {"two"}
+    assert [each.is_closed for each in controls.made] == [True, False]
+    assert controls.notes == [
+        "engine one joined with weights of version 0",
+        "engine two joined with weights of version 0",
+        "engine one left: it was taken out of the registry",
+    ]
+
+
+def test_a_server_that_is_not_there_is_tried_again_less_and_less_often_and_noted_once(controls: Controls) -> None:
+    controls.answers["http://one:1"] = GenerationLostError("connection refused")
+    controls.write("one", "http://one:1")
+    tried_at = []
+    for _ in range(200):
+        num_before = len(controls.attempts)
+        controls.look()
+        tried_at += [controls.now_s] * (len(controls.attempts) - num_before)
+    waits = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
+    assert waits[:5] == [1, 2, 4, 8, 16]
+    assert set(waits[5:]) == {BACKOFF_S[1]}
+    assert controls.notes == ["engine one is not there, and is tried again: connection refused"]
+    del controls.answers["http://one:1"]
+    assert controls.look(BACKOFF_S[1]) == {"one"}
+
+
+def test_a_server_that_was_lost_joins_again_at_once_when_it_was_started_again(controls: Controls) -> None:
+    controls.write("one", "http://one:1")
+    controls.look()
+    controls.answers["http://one:1"] = GenerationLostError("connection refused")
+    controls.write("one", "http://one:1", at=2)
+    assert controls.look() == frozenset()
+    assert controls.notes[1:] == [
+        "engine one left: it was started again",
+        "engine one is not there, and is tried again: connection refused",
+    ]
+    del controls.answers["http://one:1"]
+    controls.write("one", "http://one:1", at=3)
+    assert controls.look() == {"one"}
+
+
+def test_a_server_that_does_not_fit_is_not_tried_again_until_it_is_another(controls: Controls) -> None:
+    controls.answers["http://one:1"] = ModelError("its model has a vocabulary of 7 tokens")
+    controls.write("one", "http://one:1")
+    for _ in range(100):
+        controls.look()
+    assert len(controls.attempts) == 1
+    assert controls.notes == ["engine one is left out: its model has a vocabulary of 7 tokens"]
+    controls.write("one", "http://one:1", at=2)
+    controls.look()
+    assert len(controls.attempts) == 2
+
+
+def test_a_server_that_hangs_is_found_out(controls: Controls) -> None:
+    """Also while nobody asks it for anything else, and when it is leaving already."""
+    for name in ("one", "two"):
+        controls.write(name, f"http://{name}:1")
+    controls.look()
+    request = GenerationRequest(RolloutId(0), np.array([1], np.int32), SamplingParams(8), seed=0)
+    controls.pool.add([request])
+    for engine in controls.made:
+        engine.step = list  # type: ignore[method-assign]
+    assert controls.look(PROBE_S) == {"one", "two"}
+    controls.made[0].hangs = True
+    (controls.directory / "one.json").unlink()
+    assert controls.look() == {"one", "two"}
+    assert controls.look(PROBE_S) == {"two"}
+    assert controls.notes[-1] == "engine one left: no answer; 1 rollouts go on elsewhere"
+    assert controls.made[1].num_in_flight == 1
+
+
+def test_what_is_no_entry_is_noted_once(controls: Controls) -> None:
+    for index, text in enumerate(["{", "[]", '{"url": 7}', "{}"]):
+        (controls.directory / f"{index}.json").write_text(text)
+    (controls.directory / "x.json.partial").write_text("{")
+    for _ in range(3):
+        assert controls.look() == frozenset()
+    assert len(controls.notes) == 4
+    assert controls.notes[0] == (
+        f'engine 0 is left out: {controls.directory / "0.json"} is not {{"url": "http://..."}}'
+    )
+
+
+def test_a_connection_that_comes_about_too_late_is_closed(controls: Controls) -> None:
+    controls.held = []
+    controls.write("one", "http://one:1")
+    controls.look()
+    (controls.directory / "one.json").unlink()
+    controls.look()
+    (carry_out,) = controls.held
+    carry_out()
+    assert controls.look() == frozenset()
+    assert [each.is_closed for each in controls.made] == [True]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return create_run(load_recipe(RECIPE, ["engine.type=http", f"run.directory={tmp_path / 'run'}"]))
+
+
+def test_a_server_registers_and_withdraws(run: RunDirectory) -> None:
+    registration = Registration(run.path)
+    registration.withdraw()
+    registration.enter("http://127.0.0.1:8123")
+    (entry,) = read_entries(run.engines).values()
+    assert entry
+    assert entry.url == "http://127.0.0.1:8123"
+    again = Registration(run.path)
+    again.enter("http://127.0.0.1:8123")
+    assert len(read_entries(run.engines)) == 1
+    again.withdraw()
+    assert read_entries(run.engines) == {}
+    registration.withdraw()
+
+
+@pytest.mark.parametrize("url", ["http://0.0.0.0:8123", "http://[::]:8123"])
+def test_a_server_that_listens_everywhere_says_which_machine_it_is_on(
+    run: RunDirectory, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    Registration(run.path).enter(url)
+    (entry,) = read_entries(run.engines).values()
+    assert entry
+    assert entry.url == "http://node7:8123"
+
+
+def test_there_must_be_a_run_that_wants_servers(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        Registration(tmp_path)
+    run = create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}"]))
+    with pytest.raises(RecipeError, match=r"engine\.type = 'http' would work"):
+        Registration(run.path)

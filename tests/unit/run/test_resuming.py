@@ -1,0 +1,177 @@
+"""What a loss of power, or a hand in the run directory, may have done to what a run left."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from midflight.actor.partials import PartialBuffer
+from midflight.config import Recipe, load_recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import ModelError, RunDirectoryError
+from midflight.launch.streams import open_batches, open_groups
+from midflight.models.loading import load_model, load_tokenizer
+from midflight.run.directory import create_run
+from midflight.run.resuming import actor_checkpoint, prepare_to_resume
+from midflight.streams.codec import SCHEMA_VERSION
+from midflight.trainer.checkpoints import TrainerState, save_checkpoint
+from midflight.types import (
+    ActorCheckpoint,
+    ActorState,
+    ChosenBatch,
+    GeneratedTokens,
+    GroupId,
+    Rollout,
+    RolloutId,
+    RolloutStatus,
+    TrainingBatch,
+)
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+NONE = np.zeros(0, np.int32)
+
+
+def a_run(tmp_path: Path, *overrides: str) -> tuple[RunDirectory, Recipe]:
+    recipe = load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", *overrides])
+    return create_run(recipe), recipe
+
+
+def actor_after(num_batches: int) -> ActorState:
+    """Two groups to a batch, and always two that are open."""
+    start = 2 * num_batches
+    return ActorState(GroupId(start + 2), [GroupId(start), GroupId(start + 1)], num_batches)
+
+
+def batch(index: int) -> TrainingBatch:
+    return TrainingBatch(
+        index=index, group_ids=[GroupId(2 * index), GroupId(2 * index + 1)], microbatches=[[]], num_rollouts=8,
+        num_loss_tokens=0, num_response_tokens=0, lag_histogram={}, lag_by_position=np.zeros(10, np.float32),
+        generated_lengths=NONE, trained_lengths=NONE, has_gradient=NONE.astype(bool), dropped_lengths=NONE, metrics={},
+        actor_state=actor_after(index + 1),
+    )  # fmt: skip
+
+
+def chosen(index: int) -> ChosenBatch:
+    return ChosenBatch(index, [], [], [], {}, actor_after(index + 1))
+
+
+def append_batches(run: RunDirectory, recipe: Recipe, indices: Sequence[int]) -> None:
+    with closing(open_batches(run, recipe)) as stream:
+        assert [stream.append(batch(index)) for index in indices] == list(indices)
+
+
+def save_partials(run: RunDirectory, state: ActorState, tokens: Sequence[int]) -> None:
+    """One rollout of the newest open group, with these tokens."""
+    group_id = state.open_group_ids[-1]
+    token_ids = np.array(tokens, np.int32)
+    generated = GeneratedTokens(token_ids, np.zeros(len(tokens), np.float32), np.zeros_like(token_ids))
+    rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, NONE, generated)
+    with closing(PartialBuffer(run.partials)) as partials:
+        partials.save(state, [rollout], lambda each, start: each.generated.part(start))
+
+
+def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:
+    def save_model(directory: Path) -> None:
+        load_model(recipe.model.path).save_pretrained(directory)
+        load_tokenizer(recipe.model.path).save_pretrained(directory)
+
+    state = TrainerState(version=version, actor=actor_after(version))
+    save_checkpoint(run.checkpoints, state, save_model, keep=2)
+
+
+def resumed(run: RunDirectory, recipe: Recipe) -> tuple[list[str], ActorCheckpoint]:
+    """What the user is told, and where the actor goes on."""
+    said: list[str] = []
+    prepare_to_resume(run, recipe, said.append)
+    restored = actor_checkpoint(run, recipe)
+    assert restored
+    return said, restored
+
+
+def test_a_stream_without_its_end_goes_on_where_training_is(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path)
+    append_batches(run, recipe, range(3))
+    save_step(run, recipe, 5)
+    save_partials(run, actor_after(6), [1, 2, 3])  # of a batch that is lost, and was not trained on
+    said, restored = resumed(run, recipe)
+    assert said == ["the stream of batches has lost records around 5; it goes on there"]
+    assert restored.state == actor_after(5)
+    assert restored.rollouts == [], "its group was not open then"
+    append_batches(run, recipe, [5])
+
+
+def test_what_was_generated_for_groups_that_are_still_open_is_kept(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path)
+    save_step(run, recipe, 5)
+    save_partials(run, replace(actor_after(4), open_group_ids=[GroupId(10)]), [1, 2, 3])
+    _, restored = resumed(run, recipe)
+    assert [rollout.generated.token_ids.tolist() for rollout in restored.rollouts] == [[1, 2, 3]]
+
+
+def test_a_stream_that_is_whole_stays_as_it_is(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path)
+    append_batches(run, recipe, range(7))
+    save_step(run, recipe, 5)
+    said, restored = resumed(run, recipe)
+    assert said == []
+    assert restored.state == actor_after(7)
+
+
+def test_groups_are_not_made_into_batches_again(tmp_path: Path) -> None:
+    """The stream before preprocessing lost what the one after it has."""
+    run, recipe = a_run(tmp_path, "preprocess.process=own")
+    append_batches(run, recipe, range(6))
+    with closing(open_groups(run, recipe)) as groups:
+        for index in range(4):
+            groups.append(chosen(index))
+    said, restored = resumed(run, recipe)
+    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    assert restored.state == actor_after(6)
+
+
+def test_batches_that_only_one_stream_had_are_made_again(tmp_path: Path) -> None:
+    """The stream after preprocessing lost them, and the one before it had forgotten them already."""
+    run, recipe = a_run(tmp_path, "preprocess.process=own")
+    append_batches(run, recipe, range(6))
+    save_step(run, recipe, 5)
+    with closing(open_groups(run, recipe)) as groups:
+        for index in range(9):
+            groups.append(chosen(index))
+        groups.trim(8)
+    said, restored = resumed(run, recipe)
+    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    assert restored.state == actor_after(6)
+    with closing(open_groups(run, recipe)) as groups:
+        assert groups.append(chosen(6)) == 6
+
+
+def test_a_stream_of_a_newer_midflight_is_left_alone(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path)
+    append_batches(run, recipe, range(2))
+    with closing(sqlite3.connect(run.batches)) as database:
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = run.batches.read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"was written with schema .* by a newer midflight"):
+        prepare_to_resume(run, recipe, pytest.fail)
+    assert run.batches.read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run, recipe = a_run(tmp_path)
+    config = load_model(recipe.model.path).config
+    config.intermediate_size //= 2
+
+    def save_other(directory: Path) -> None:
+        type(load_model(recipe.model.path))(config).save_pretrained(directory)
+
+    save_checkpoint(run.checkpoints, TrainerState(version=3), save_other, keep=2)
+    with pytest.raises(
+        ModelError, match=r"step_3 is of another model: its model\.layers\.0\.mlp\.down_proj\.weight is"
+    ):
+        prepare_to_resume(run, recipe, pytest.fail)

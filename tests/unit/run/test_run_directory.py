@@ -1,0 +1,67 @@
+"""What may differ when a run goes on, and what may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config import load_recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import RecipeError, RunDirectoryError
+from midflight.run.directory import create_run, open_run
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", "preprocess.process=own"]))
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.max_steps=3", "engine.threads=2", "eval.num_problems=0", "preprocess.threads=2"]
+)
+def test_how_a_run_is_computed_may_change(run: RunDirectory, override: str) -> None:
+    section, key = override.split("=")[0].split(".")
+    _, recipe = open_run(run.path, [override])
+    assert str(getattr(getattr(recipe, section), key)) == override.split("=")[1]
+    assert recipe.preprocess.process == "own"
+
+
+@pytest.mark.parametrize("override", ["batch.batch_size=64", "preprocess.process=rollout"])
+def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
+    """Groups that wait for a preprocessing process would be lost without one."""
+    with pytest.raises(RecipeError) as raised:
+        open_run(run.path, ["trainer.max_steps=3", override])
+    message = str(raised.value)
+    section = override.partition(".")[0]
+    assert f"override {override}: a run goes on with the {section} it began with" in message
+    assert "only engine, eval, preprocess.threads, supervisor, trainer may change" in message
+    assert "\n" not in message
+
+
+def test_a_run_that_is_in_use_is_left_alone(run: RunDirectory) -> None:
+    files = sorted(run.path.rglob("*"))
+    with run.locked():
+        with pytest.raises(RunDirectoryError, match="is in use by another run"), run.locked():
+            pass
+        assert sorted(run.path.rglob("*")) == sorted([*files, run.path / ".lock"])
+    with run.locked():
+        pass
+
+
+def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
+    with run.worker_locked("rollout"), run.worker_locked("trainer"):
+        again = run.worker_locked("trainer")
+        with pytest.raises(RunDirectoryError, match="it has a trainer process already"):
+            again.__enter__()
+    with run.worker_locked("trainer"):
+        pass
+
+
+@pytest.mark.parametrize("override", ["trainer.lora_rank=8", "trainer.lora_alpha=1", 'trainer.lora_targets=["q_proj"]'])
+def test_what_is_trained_stays_what_it_was(run: RunDirectory, override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(RecipeError, match=f"a run goes on with the {key} it began with"):
+        open_run(run.path, [override])

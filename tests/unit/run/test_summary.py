@@ -1,0 +1,36 @@
+"""What the summary says about off-policy tokens, from metrics lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from midflight.run.summary import mean_by_lag, mismatch_of
+
+LINES = [
+    {"ess/by_lag": [0.5, None, *[None] * 6], "lag/tokens_by_lag": [30, 0, *[0] * 6]},
+    {},  # a batch without any gradient
+    {"ess/by_lag": [1.0, 0.25, *[None] * 6], "lag/tokens_by_lag": [10, 7, *[0] * 6]},
+]
+
+
+def test_means_by_lag_are_weighted_by_the_tokens_of_the_bucket() -> None:
+    assert mean_by_lag(LINES, "ess") == [pytest.approx(25 / 40), 0.25, *[None] * 6]
+    assert mean_by_lag([], "ess") == [None] * 8
+
+
+def test_the_mismatch_of_a_run_is_of_the_steps_that_have_one() -> None:
+    lines = [
+        {"mismatch/mean": 1e-6, "mismatch/max": 3e-6, "mismatch/tokens": 30.0},
+        {},
+        {"mismatch/mean": 5e-6, "mismatch/max": 2e-5, "mismatch/tokens": 10.0},
+    ]
+    assert mismatch_of(lines) == {"mean": pytest.approx(2e-6), "max": 2e-5}
+    assert mismatch_of([{}]) == {"mean": None, "max": None}
+
+
+def test_a_mismatch_that_is_no_number_is_not_passed_over_for_the_maximum() -> None:
+    lines = [
+        {"mismatch/mean": None, "mismatch/max": None, "mismatch/tokens": 4.0},
+        {"mismatch/mean": 1e-6, "mismatch/max": 1e-5, "mismatch/tokens": 4.0},
+    ]
+    assert mismatch_of(lines) == {"mean": 1e-6, "max": None}

@@ -1,9 +1,7 @@
-"""The only place that names concrete classes: recipes become processes.
+"""Recipes and scenarios become objects; besides `run`, the only package that names concrete classes.
 
-build.py            recipe -> schedule, engine, trainer, loss; environments.py: recipe -> environment
-run_directory.py    where everything of a run is, and its lock
-workers.py          the process bodies: rollout, trainer, and preprocessing where it has its own
-local.py            the supervisor on one machine
-serve.py            a model over HTTP
-progress.py         what a person sees while it runs; report.py afterwards
+build.py         recipe -> engine, trainer, actor settings; and the checks before a process starts
+schedules.py, objectives.py, environments.py, streams.py, weights.py    recipe -> one kind of object each
+scenarios.py, simulation.py, planning.py    scenario -> workload, simulated run, plan
+importing.py     the user's own classes and functions, by import path
 """

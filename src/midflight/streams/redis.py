@@ -1,4 +1,4 @@
-"""A stream in Redis, between processes of different machines.
+"""A stream in Redis: for processes that share no file system. Tested with all processes on one machine.
 
     writer                                                        reader
     append   consumes: records                                    read   consumes: records in Redis

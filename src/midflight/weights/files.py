@@ -1,4 +1,4 @@
-"""Weights through a directory that sender and receivers share: for engines that join late, and for other machines.
+"""Weights through a directory that sender and receivers share: for engines that join late. Tested on one machine.
 
     sender                                              receiver
     send     consumes: the trainer's tensors            receive   consumes: the newest file

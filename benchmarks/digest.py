@@ -127,7 +127,7 @@ def _run(recipe: Recipe, directory: Path, batches: _Recorder, weights: InProcess
                     return
             if end_of_step is None and batches.next_offset() > state.version:
                 end_of_step = tick + _TRAIN_TICKS
-            rollouts.turn(state.version)
+            rollouts.iteration(state.version)
 
 
 def _has_passed(state: TrainerState, version: int) -> bool:
@@ -157,7 +157,7 @@ def _loops(
     engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
     environment = build_environment(recipe)
     actor_config = build_actor_config(recipe, tokenizer)
-    actor = Actor(actor_config, engine, schedule, environment, ImmediateGrader(environment), tokenizer)
+    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), tokenizer)
     tracer = Tracer(None, "rollout")
     sink = PreprocessAtOnce(batches, Preprocessor(build_preprocessing(recipe), tracer))
     rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=Intervals(grades_s=0))

@@ -319,6 +319,7 @@ class FleetView:
     num_batches: int  # batches handed to the trainer so far
     num_started: int  # rollouts, since the run began
     num_engines: int  # that generate now; 1 while one is waited for
+    num_waiting: int  # rollouts of open groups that are to be admitted, interrupted ones first
     num_in_flight: int  # rollouts started whose own generation is not done, on all engines
     num_ungraded: int  # rollouts whose generation is done and that wait for their grades
     num_finished: int  # rollouts, since the run began

@@ -101,8 +101,8 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
     environment = build_environment(recipe)
     actor_config = build_actor_config(recipe, tokenizer)
-    actor = Actor(actor_config, engine, schedule, environment, ImmediateGrader(environment), tokenizer)
-    every_turn = Intervals(grades_s=0)
+    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), tokenizer)
+    every_iteration = Intervals(grades_s=0)
     sink: _Groups | PreprocessAtOnce
     if recipe.preprocess.process == "own":
         sink, tracer_of_its_own = _Groups(), Tracer(None, "test")
@@ -110,7 +110,7 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
         preprocess = PreprocessLoop(sink, stream, preprocessor, tracer_of_its_own)
     else:
         sink, preprocess = PreprocessAtOnce(stream, Preprocessor(build_preprocessing(recipe), tracer)), None
-    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=every_turn)
+    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=every_iteration)
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
         max_seconds=None,

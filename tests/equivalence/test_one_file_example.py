@@ -12,10 +12,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from midflight.actor.actor import ChosenGroups
 from midflight.config import load_recipe
 from midflight.metrics.jsonl import JsonlWriter
-from midflight.types import FleetView, RolloutGroup
+from midflight.types import BatchChoice, ChosenBatch, RolloutGroup
 
 from .conftest import RECIPE, build_loops
 
@@ -47,20 +46,20 @@ def example() -> ModuleType:
 
 
 def batches_of_the_package(directory: Path, train_ticks: int) -> list[list[RolloutGroup]]:
-    """The groups of every optimizer step, which takes `train_ticks` turns of the rollout loop."""
+    """The groups of every optimizer step, which takes `train_ticks` iterations of the rollout loop."""
     recipe = load_recipe(RECIPE, OVERRIDES)
     batches: list[list[RolloutGroup]] = []
     with JsonlWriter(directory / "metrics.jsonl") as metrics:
         loops = build_loops(recipe, directory, metrics)
-        choose_batch = loops.actor.choose_batch
+        take = loops.actor.take
 
-        def choose_and_record(fleet: FleetView) -> ChosenGroups | None:
-            chosen = choose_batch(fleet)
+        def take_and_record(choice: BatchChoice) -> ChosenBatch | None:
+            chosen = take(choice)
             if chosen:
                 batches.append(chosen.groups)
             return chosen
 
-        loops.actor.choose_batch = choose_and_record  # type: ignore[method-assign]
+        loops.actor.take = take_and_record  # type: ignore[method-assign]
         state, end_of_step = loops.training.state, None
         for tick in count():
             if tick == end_of_step:
@@ -70,7 +69,7 @@ def batches_of_the_package(directory: Path, train_ticks: int) -> list[list[Rollo
                     return batches[:NUM_STEPS]
             if end_of_step is None and loops.stream.next_offset() > state.version:
                 end_of_step = tick + train_ticks
-            loops.rollouts.turn(state.version)
+            loops.rollouts.iteration(state.version)
     raise AssertionError
 
 

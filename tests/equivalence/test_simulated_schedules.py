@@ -42,8 +42,8 @@ class Ticking(Run):
 
     _ends_at = 0
 
-    def turn(self) -> None:
-        self.loop.turn(self.receiver.version)
+    def iteration(self) -> None:
+        self.loop.iteration(self.receiver.version)
         self.tick += 1
         if self._ends_at and self.tick >= self._ends_at:
             self.receiver.version += 1

@@ -1,6 +1,6 @@
 """What every schedule promises, under random lengths, delays, failures and kills, on a virtual clock.
 
-A tick is one turn of the real rollout loop; optimizer steps and grades take some ticks.
+A tick is one iteration of the real rollout loop; optimizer steps and grades take some ticks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import ks_2samp
 from torch import Tensor
 
-from midflight.actor.actor import Actor, ActorConfig, ChosenGroups
+from midflight.actor.actor import Actor, ActorConfig
 from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.errors import GenerationLostError
@@ -38,7 +38,7 @@ from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import TrainerState
-from midflight.types import Completion, FleetView, Rollout, RolloutGroup, SamplingParams, TrainingBatch
+from midflight.types import BatchChoice, ChosenBatch, Completion, Rollout, RolloutGroup, SamplingParams, TrainingBatch
 
 GROUP_SIZE = 2
 NUM_STEPS = 12
@@ -101,8 +101,8 @@ class Recording(Actor):
 
     handed_over: list[list[RolloutGroup]]
 
-    def choose_batch(self, fleet: FleetView) -> ChosenGroups | None:
-        chosen = super().choose_batch(fleet)
+    def take(self, choice: BatchChoice) -> ChosenBatch | None:
+        chosen = super().take(choice)
         if chosen:
             self.handed_over.append(chosen.groups)
         return chosen
@@ -143,6 +143,7 @@ class Run:
         self.schedule, self.world, self.partials, self.num_steps = schedule, world, partials, num_steps
         self.receiver = Receiver()
         self.stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=100_000)
+        self.checkpoint = TrainerState()
         self.batches: list[list[RolloutGroup]] = []
         self.tick = 0
         self.most_in_flight = 0
@@ -155,10 +156,8 @@ class Run:
         delays = self.world.grade_ticks
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
         self.generator = self.make_generator()
-        checkpoint = restored_actor(self.partials, [self.stream], TrainerState()) if self.partials else None
-        self.actor = Recording(
-            self.config, self.generator, self.schedule, environment, grader, DigitTokenizer(), checkpoint
-        )
+        checkpoint = restored_actor(self.partials, [self.stream], self.checkpoint) if self.partials else None
+        self.actor = Recording(self.config, self.generator, environment, grader, DigitTokenizer(), checkpoint)
         self.actor.handed_over = self.batches
         preprocessing = Preprocessing(group_mean, max_tokens=1 << 30, max_response_tokens=1 << 30)
         tracer = Tracer(None, "test")
@@ -181,9 +180,20 @@ class Run:
         assert self.partials is not None
         self.partials.save(self.actor.state, self.actor.open_rollouts(), self.actor.tokens_of)
 
-    def turn(self) -> None:
-        self.loop.turn(self.receiver.version)
-        self.most_in_flight = max(self.most_in_flight, self.actor.num_in_flight)
+    def lose_batches(self, num_batches: int) -> None:
+        """Loss of power: the newest batches are gone; the trainer is back at its checkpoint, which is the first."""
+        self.save()
+        end = self.stream.next_offset() - num_batches
+        state = self.stream.read(end - 1)[0].actor_state
+        self.checkpoint = TrainerState(version=end, actor=state)
+        self.stream.skip_to(end)
+        del self.batches[end:]
+        self.receiver.version, self._done_at = end, 0
+        self.start()
+
+    def iteration(self) -> None:
+        self.loop.iteration(self.receiver.version)
+        self.most_in_flight = max(self.most_in_flight, self.actor.ledger.num_in_flight)
         self.tick += 1
         if len(self.batches) > self.receiver.version:
             ticks = self.world.train_ticks[self.receiver.version % len(self.world.train_ticks)]
@@ -195,7 +205,7 @@ class Run:
     def finish(self) -> Run:
         """Until all steps are trained."""
         while self.receiver.version < self.num_steps:
-            self.turn()
+            self.iteration()
             assert self.tick < 3000 * self.num_steps, (
                 f"stuck at version {self.receiver.version}, {len(self.batches)} batches"
             )
@@ -374,8 +384,8 @@ def test_the_pipeline_keeps_its_rollouts_in_flight_on_every_engine() -> None:
     world = World(lengths=[40], train_ticks=[1], grade_ticks=[0])
     run = PooledRun(PipelineSchedule(2, num_in_flight=3, max_waiting=64), 2, world, {5: 0, 10: 0})
     for _ in range(20):
-        run.turn()
-    assert run.actor.num_in_flight == 3 * 3
+        run.iteration()
+    assert run.actor.ledger.num_in_flight == 3 * 3
     assert min(each.num_in_flight for each in run.members.values()) >= 2
 
 
@@ -384,7 +394,7 @@ def run_in_flight(run: Run) -> list[tuple[int, int]]:
     return [
         (rollout.rollout_id, len(rollout.generated))
         for rollout in run.actor.open_rollouts()
-        if rollout.rollout_id in run.actor._running
+        if rollout.rollout_id in run.actor.ledger.in_flight
     ]
 
 
@@ -398,7 +408,7 @@ def test_the_queue_of_the_pipeline_is_as_long_as_it_may_be(
     run = Run(schedule, batch_size, world)
     while run.receiver.version < NUM_STEPS:
         version, num_dropped = run.receiver.version, run.actor.state.num_dropped_groups
-        run.turn()
+        run.iteration()
         if run.actor.state.num_dropped_groups > num_dropped:
             fleet = run.actor.fleet(version)
             waiting = fleet.num_finished - min(fleet.num_batches, version + 1) * batch_size
@@ -407,7 +417,7 @@ def test_the_queue_of_the_pipeline_is_as_long_as_it_may_be(
         waiting = fleet.num_finished - min(fleet.num_batches, fleet.newest_version + 1) * batch_size
         assert fleet.num_in_flight <= num_in_flight
         if when_full == "drop_oldest":
-            assert waiting <= max_waiting + batch_size  # until the next turn sees that a step has ended
+            assert waiting <= max_waiting + batch_size  # until the next iteration sees that a step has ended
             assert fleet.num_batches <= fleet.newest_version + 1, "a batch was fixed before the trainer wanted it"
         else:
             # Rollouts in flight, being graded or waiting for their siblings when the queue fills up still get done.
@@ -455,7 +465,7 @@ def test_a_killed_rollout_process_loses_no_group_and_trains_none_twice(
     run = Run(SCHEDULES[name], 4, world, partials=partials)
     for ticks in kills:
         for _ in range(ticks):
-            run.turn()
+            run.iteration()
             if run.tick % save_every == 0:
                 run.save()
         partials.close()
@@ -469,18 +479,37 @@ def test_a_killed_rollout_process_loses_no_group_and_trains_none_twice(
         assert max(run.lags()) <= 2
 
 
+@each_schedule
+@pytest.mark.slow
+@given(world=worlds, num_trained=st.integers(4, 9), num_lost=st.integers(1, 3))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_lost_batches_leave_no_token_of_a_version_that_is_not_made_again(
+    name: str, world: World, num_trained: int, num_lost: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "partials.sqlite"
+    path.unlink(missing_ok=True)
+    run = Run(SCHEDULES[name], 4, world, partials=PartialBuffer(path))
+    while run.receiver.version < num_trained:
+        run.iteration()
+    run.lose_batches(num_lost)
+    run.finish().check_accounts()
+    assert min(run.lags()) >= 0
+    assert run.partials
+    run.partials.close()
+
+
 def test_saved_tokens_come_back_after_a_kill(tmp_path: Path) -> None:
     world = World(lengths=[50], train_ticks=[1], grade_ticks=[0])
     run = Run(SCHEDULES["pipeline"], 4, world, partials=PartialBuffer(tmp_path / "partials.sqlite"))
     for _ in range(30):
-        run.turn()
+        run.iteration()
     run.save()
     assert run.partials
     run.partials.close()
     run.partials = PartialBuffer(tmp_path / "partials.sqlite")
     run.start()
     for _ in range(20):
-        run.turn()
+        run.iteration()
     first = run.batches[0]
     assert [rollout.num_carried for rollout in members(first)] == [30] * 4
     assert run.actor.state.generated_tokens == 6 * 50
@@ -518,6 +547,22 @@ def test_april_without_carry_over_of_finished_groups_would_wait_for_ever() -> No
     assert len(long) >= NUM_STEPS * 2 // 4 - 2, "long rollouts were starved"
 
 
+def test_april_refills_a_whole_over_sampling_at_once() -> None:
+    """Also where nothing is in flight and grades come one by one."""
+    admitted: list[int] = []
+
+    class Watched(AprilSchedule):
+        def num_to_admit(self, fleet):  # type: ignore[no-untyped-def]
+            num_new = super().num_to_admit(fleet)
+            admitted.append(num_new)
+            return num_new
+
+    world = World(lengths=[3], train_ticks=[1], grade_ticks=[0, 5, 10, 15, 20, 25, 30, 35], dull=frozenset(range(3)))
+    schedule = Watched(4, GROUP_SIZE, over_sampling=2.0, refill="over_sampled")
+    Run(schedule, 4, world, dynamic_sampling=True, num_steps=1).finish()
+    assert [num_new for num_new in admitted if num_new] == [8, 8]
+
+
 def test_april_takes_those_that_finish_first_and_resumes_the_oldest_first() -> None:
     """Groups of two, hold two, train one a step; worked out by hand (ticks of each iteration: 4, 4, 1)."""
     world = World(lengths=[9, 2, 4, 1, 3, 3, 1, 1], train_ticks=[1], grade_ticks=[0])
@@ -525,7 +570,7 @@ def test_april_takes_those_that_finish_first_and_resumes_the_oldest_first() -> N
     # Groups 0 (9, 2) and 1 (4, 1): 1 is complete after 4 ticks, group 0 has 4 + 2 tokens. Held next: 0 and 2 (3, 3).
     # 2 is complete after 3 ticks. Then 0, with 7 of 9 tokens, and 3 (1, 1), which is first.
     assert [[group.group_id for group in batch] for batch in run.batches[:3]] == [[1], [2], [3]]
-    first = run.actor._open[0].rollouts[0]
+    first = next(run.actor.open_rollouts())
     assert len(run.actor.tokens_of(first, 0)) >= 8
 
 

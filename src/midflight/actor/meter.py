@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from midflight.actor.actor import Actor
+from midflight.actor.ledger import Ledger
 from midflight.tracing.spans import Tracer
 from midflight.types import ActorState
 
@@ -22,22 +22,22 @@ class RolloutMeter:
     def note_update(self, num_bytes: int) -> None:
         self._update_bytes += num_bytes
 
-    def read(self, state: ActorState, actor: Actor) -> dict[str, float]:
+    def read(self, state: ActorState, ledger: Ledger) -> dict[str, float]:
         before, now_s = self._state, time.monotonic()
         elapsed_s = max(now_s - self._time_s, 1e-9)
         wait_s = self._tracer.total_s("wait") - self._wait_s
         update_s = self._tracer.total_s("update") - self._update_s
         num_updates = state.num_updates - before.num_updates
         metrics = {
-            "in_flight": float(actor.num_in_flight),
+            "in_flight": float(ledger.num_in_flight),
             "throughput/generated_tokens_per_s": (state.generated_tokens - before.generated_tokens) / elapsed_s,
             "idle/generation_fraction": min(1.0, wait_s / elapsed_s),
             "time/rollout_s": max(0.0, elapsed_s - wait_s),
             "dropped/filtered_groups": float(state.num_filtered_groups - before.num_filtered_groups),
             "dropped/queue_full_groups": float(state.num_dropped_groups - before.num_dropped_groups),
             "dropped/failed_groups": float(state.num_failed_groups - before.num_failed_groups),
-            "queue/waiting_rollouts": float(actor.num_ready),
-            "queue/ungraded_rollouts": float(actor.num_ungraded),
+            "queue/waiting_rollouts": float(ledger.ready.num_rollouts),
+            "queue/ungraded_rollouts": float(ledger.num_ungraded),
             "aborted_rollouts": float(state.num_aborted - before.num_aborted),
         }
         if num_updates:

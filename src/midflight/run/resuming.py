@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
@@ -14,7 +16,7 @@ from midflight.launch.streams import open_batches, open_groups
 from midflight.models.loading import check_same_model
 from midflight.protocols import Stream
 from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint, newest_whole_checkpoint
-from midflight.types import ActorCheckpoint, ActorState
+from midflight.types import ActorCheckpoint, ActorState, Rollout, RolloutStatus
 
 
 def prepare_to_resume(run: RunDirectory, recipe: Recipe, report: Callable[[str], None]) -> None:
@@ -66,7 +68,8 @@ def restored_actor(
     """After the last batch that was handed over, with all rollouts that belong there; `streams` in reverse order.
 
     The buffer is as old as its last save. If a batch was handed over since then, its counts are of before that
-    batch, and the batch itself says what they are; the rollouts of groups that were open then are still good.
+    batch, and the batch itself says what they are; the rollouts of groups that were open then are still good. If a
+    stream lost batches since then, the tokens of versions that came after those batches are cut off.
     """
     saved, num_batches = partials.load(), streams[-1].next_offset()
     if saved and saved.state.num_batches == num_batches:
@@ -75,7 +78,24 @@ def restored_actor(
         return None
     state = _state_after(num_batches, streams, trained)
     still_open = set(state.open_group_ids)
-    return ActorCheckpoint(state, [each for each in saved.rollouts if each.group_id in still_open] if saved else [])
+    rollouts = [each for each in saved.rollouts if each.group_id in still_open] if saved else []
+    return ActorCheckpoint(state, [_cut(each, newest_version=num_batches) for each in rollouts])
+
+
+def _cut(rollout: Rollout, newest_version: int) -> Rollout:
+    """The rollout up to its first token of a newer version: such versions are made again, of other batches."""
+    generated = rollout.generated
+    num_kept = int(np.count_nonzero(generated.weight_versions <= newest_version))  # they never fall along a rollout
+    if num_kept == len(generated):
+        return rollout
+    return Rollout(
+        rollout.rollout_id,
+        rollout.group_id,
+        RolloutStatus.PARTIAL,
+        rollout.prompt_token_ids,
+        generated.part(0, num_kept),
+        num_carried=min(rollout.num_carried, num_kept),
+    )
 
 
 def _state_after(num_batches: int, streams: Sequence[Stream[Any]], trained: TrainerState) -> ActorState:

@@ -117,7 +117,7 @@ def rollout_body(context: WorkerContext) -> None:
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
         actor_config = build_actor_config(recipe, tokenizer)
-        actor = Actor(actor_config, generator, schedule, environment, grader, tokenizer, checkpoint)
+        actor = Actor(actor_config, generator, environment, grader, tokenizer, checkpoint)
         loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
         context.wait_until(grader.wait_until_ready)
         context.wait_until(lambda timeout_s: has_engine(generator, timeout_s))
@@ -190,8 +190,6 @@ def _catch_up(
     if checkpoint is None:
         return
     newest = max((int(each.generated.weight_versions.max(initial=0)) for each in checkpoint.rollouts), default=0)
-    # A loss of power may have taken the last batches; without them there is nothing to make such versions from.
-    newest = min(newest, checkpoint.state.num_batches)
     if generator.weight_version < newest:
         _wait_for_weights(receiver, newest, context)
         context.wait_until(lambda timeout_s: is_settled(generator))

@@ -49,8 +49,8 @@ class AprilSchedule:
         if self._is_over(fleet):
             return 0
         live = fleet.num_started - fleet.num_batches * self.batch_size
-        # Between iterations there is nothing in flight, but what was interrupted is open.
-        is_in_iteration = fleet.num_in_flight or fleet.oldest_open_group is None
+        # Between iterations there is nothing in flight, but what was interrupted waits.
+        is_in_iteration = fleet.num_in_flight or not fleet.num_waiting
         if self.refill == "over_sampled" and is_in_iteration:
             return self.num_held if live < self.batch_size else 0
         return max(0, min(self.num_held - live, self.max_in_flight - fleet.num_in_flight))

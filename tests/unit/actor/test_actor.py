@@ -12,18 +12,39 @@ import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
 from midflight.errors import RequestError, RolloutError
-from midflight.protocols import Schedule
+from midflight.protocols import Grader, Schedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
-from midflight.types import ActorCheckpoint, FleetView, GenerationRequest, RolloutGroup, RolloutStatus, SamplingParams
+from midflight.types import (
+    ActorCheckpoint,
+    ChosenBatch,
+    FleetView,
+    GenerationRequest,
+    RolloutGroup,
+    RolloutStatus,
+    SamplingParams,
+)
 
 CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tokens=50), seed=0)
 
 
+class ScheduledActor(Actor):
+    """Asks its schedule itself, as the rollout loop would."""
+
+    schedule: Schedule
+
+    def admit_rollouts(self) -> None:
+        self.admit(self.schedule.num_to_admit(self.fleet(0)))
+
+    def chosen(self) -> ChosenBatch | None:
+        choice = self.schedule.choose_batch(self.fleet(0), self.ledger.ready)
+        return choice and self.take(choice)
+
+
 def actor_with(
     reward_of: Callable[[int], float] = lambda index: 1.0, length_of: Callable[[int], int] = lambda rollout: 3
-) -> Actor:
+) -> ScheduledActor:
     return new_actor(ScriptedGenerator(length_of), ConventionalSchedule(batch_size=4), CountingEnvironment(reward_of))
 
 
@@ -33,19 +54,23 @@ def new_actor(
     environment: CountingEnvironment,
     checkpoint: ActorCheckpoint | None = None,
     config: ActorConfig = CONFIG,
-) -> Actor:
-    return Actor(config, generator, schedule, environment, ImmediateGrader(environment), DigitTokenizer(), checkpoint)
+    grader: Grader | None = None,
+) -> ScheduledActor:
+    grader = grader or ImmediateGrader(environment)
+    actor = ScheduledActor(config, generator, environment, grader, DigitTokenizer(), checkpoint)
+    actor.schedule = schedule
+    return actor
 
 
-def run(actor: Actor, steps: int) -> None:
+def run(actor: ScheduledActor, steps: int) -> None:
     for _ in range(steps):
-        actor.admit(actor.fleet(0))
+        actor.admit_rollouts()
         actor.step()
         actor.collect_grades()
 
 
-def chosen_groups(actor: Actor) -> list[RolloutGroup]:
-    chosen = actor.choose_batch(actor.fleet(0))
+def chosen_groups(actor: ScheduledActor) -> list[RolloutGroup]:
+    chosen = actor.chosen()
     assert chosen is not None
     return chosen.groups
 
@@ -70,8 +95,8 @@ def test_a_failed_rollout_says_why() -> None:
         raise ZeroDivisionError("no such verifier")
 
     actor = actor_with(reward_of)
-    actor.admit(actor.fleet(0))
-    rollout = next(iter(actor._running.values()))
+    actor.admit_rollouts()
+    rollout = next(iter(actor.open_rollouts()))
     run(actor, 3)
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.failure == "ZeroDivisionError: no such verifier"
@@ -147,7 +172,7 @@ def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
     lengths = np.random.default_rng(0).integers(1, 9, 100)
     actor = new_actor(ScriptedGenerator(lambda rollout: int(lengths[rollout % 100])), schedule, CountingEnvironment())
     for _ in range(100):
-        actor.admit(actor.fleet(0))
+        actor.admit_rollouts()
         fleet = actor.fleet(0)
         assert fleet.num_in_flight <= 3
         actor.step()
@@ -183,7 +208,7 @@ def test_lengths_travel_with_the_batch_that_follows_them() -> None:
     actor = new_actor(generator, ConventionalSchedule(4), environment, config=config)
     run(actor, 9)
     assert actor.state.dropped_lengths == [1, 2]  # group 0: both rewards are 1
-    chosen = actor.choose_batch(actor.fleet(0))
+    chosen = actor.chosen()
     assert chosen is not None
     assert sorted(chosen.generated_lengths) == [1, 2, 3, 4, 5, 6]
     assert chosen.dropped_lengths == [1, 2]
@@ -201,11 +226,11 @@ def test_a_group_waits_for_the_grade_of_its_last_member() -> None:
     environment = CountingEnvironment()
     slow = ImmediateGrader(environment, delay_of=lambda rollout: 5 if rollout == 1 else 0)
     schedule = ConventionalSchedule(4)
-    actor = Actor(CONFIG, ScriptedGenerator(lambda _: 1), schedule, environment, slow, DigitTokenizer())
+    actor = new_actor(ScriptedGenerator(lambda _: 1), schedule, environment, grader=slow)
     run(actor, 3)
     fleet = actor.fleet(0)
-    assert (fleet.num_in_flight, actor.num_ungraded, fleet.num_finished, fleet.oldest_open_group) == (0, 1, 2, 0)
-    assert actor.choose_batch(fleet) is None
+    assert (fleet.num_in_flight, actor.ledger.num_ungraded, fleet.num_finished, fleet.oldest_open_group) == (0, 1, 2, 0)
+    assert actor.chosen() is None
     run(actor, 3)
     assert [group.group_id for group in chosen_groups(actor)] == [0, 1]
 
@@ -214,7 +239,7 @@ def test_what_was_not_graded_when_the_process_ended_is_graded_by_the_next() -> N
     environment = CountingEnvironment()
     never = ImmediateGrader(environment, delay_of=lambda rollout: 10**6)
     schedule = ConventionalSchedule(4)
-    first = Actor(CONFIG, ScriptedGenerator(lambda _: 3), schedule, environment, never, DigitTokenizer())
+    first = new_actor(ScriptedGenerator(lambda _: 3), schedule, environment, grader=never)
     run(first, 5)
     generator = ScriptedGenerator(lambda _: 3)
     second = new_actor(generator, schedule, environment, checkpoint_of(first))
@@ -229,10 +254,10 @@ def test_a_verifier_slower_than_generation_slows_it_down(when_full: Literal["blo
     schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=12, when_full=when_full)
     environment = CountingEnvironment()
     grader = ImmediateGrader(environment, delay_of=lambda _: 1000)
-    actor = Actor(CONFIG, ScriptedGenerator(lambda _: 3), schedule, environment, grader, DigitTokenizer())
+    actor = new_actor(ScriptedGenerator(lambda _: 3), schedule, environment, grader=grader)
     run(actor, 100)
     assert actor.fleet(0).num_in_flight == 0
-    assert 12 <= actor.num_ungraded <= 12 + 8
+    assert 12 <= actor.ledger.num_ungraded <= 12 + 8
     run(actor, 1000)
     assert actor.fleet(0).num_finished > 12
 
@@ -249,4 +274,4 @@ def test_of_what_was_interrupted_the_oldest_goes_on_first() -> None:
     actor.abort()
     Limited.limit = 2
     run(actor, 1)
-    assert sorted(actor._running) == [0, 1]
+    assert sorted(actor.ledger.in_flight) == [0, 1]

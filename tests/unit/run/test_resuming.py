@@ -25,6 +25,7 @@ from midflight.types import (
     ActorCheckpoint,
     ActorState,
     ChosenBatch,
+    FinishReason,
     GeneratedTokens,
     GroupId,
     Rollout,
@@ -66,12 +67,16 @@ def append_batches(run: RunDirectory, recipe: Recipe, indices: Sequence[int]) ->
         assert [stream.append(batch(index)) for index in indices] == list(indices)
 
 
-def save_partials(run: RunDirectory, state: ActorState, tokens: Sequence[int]) -> None:
+def save_partials(
+    run: RunDirectory, state: ActorState, tokens: Sequence[int], versions: Sequence[int] = (), **fields: object
+) -> None:
     """One rollout of the newest open group, with these tokens."""
     group_id = state.open_group_ids[-1]
     token_ids = np.array(tokens, np.int32)
-    generated = GeneratedTokens(token_ids, np.zeros(len(tokens), np.float32), np.zeros_like(token_ids))
+    weight_versions = np.array(versions, np.int32) if versions else np.zeros_like(token_ids)
+    generated = GeneratedTokens(token_ids, np.zeros(len(tokens), np.float32), weight_versions)
     rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, NONE, generated)
+    rollout = replace(rollout, **fields)  # type: ignore[arg-type]
     with closing(PartialBuffer(run.partials)) as partials:
         partials.save(state, [rollout], lambda each, start: each.generated.part(start))
 
@@ -112,6 +117,24 @@ def test_what_was_generated_for_groups_that_are_still_open_is_kept(tmp_path: Pat
     save_partials(run, replace(actor_after(4), open_group_ids=[GroupId(10)]), [1, 2, 3])
     _, restored = resumed(run, recipe)
     assert [rollout.generated.token_ids.tolist() for rollout in restored.rollouts] == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("num_carried", [1, 3])
+@pytest.mark.parametrize("status", [RolloutStatus.RUNNING, RolloutStatus.PARTIAL, RolloutStatus.FINISHED])
+def test_tokens_of_versions_that_are_not_made_again_are_cut(
+    tmp_path: Path, status: RolloutStatus, num_carried: int
+) -> None:
+    run, recipe = a_run(tmp_path)
+    save_step(run, recipe, 5)
+    ended = {} if status is RolloutStatus.PARTIAL else {"finish_reason": FinishReason.STOP, "reward": 1.0}
+    state = replace(actor_after(8), open_group_ids=[GroupId(11)])
+    save_partials(run, state, [1, 2, 3, 4], [4, 5, 6, 6], status=status, num_carried=num_carried, **ended)
+    _, restored = resumed(run, recipe)
+    (rollout,) = restored.rollouts
+    assert rollout.generated.weight_versions.tolist() == [4, 5]
+    assert rollout.generated.token_ids.tolist() == [1, 2]
+    assert (rollout.status, rollout.finish_reason, rollout.reward) == (RolloutStatus.PARTIAL, None, 0.0)
+    assert rollout.num_carried == min(num_carried, 2), "of the tokens it keeps"
 
 
 def test_a_stream_that_is_whole_stays_as_it_is(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from midflight.metrics.lag import lag_metrics, merge_histograms
-from midflight.sim.simulator.actor import GroupCounts
 from midflight.types import Float64Array, Int64Array
 
 NUM_POSITIONS = 20  # where in the longest response the lag is looked at: the middles of so many parts
@@ -68,10 +67,9 @@ class TrainedBatch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Every batch of a run, and what was not trained on. Figures leave out the first `num_warm_up_steps` batches."""
+    """Every batch of a run. Figures leave out the first `num_warm_up_steps` batches."""
 
     batches: list[TrainedBatch]
-    counts: GroupCounts
     num_engines: int
     num_warm_up_steps: int = 0
 
@@ -81,7 +79,7 @@ class Outcome:
 
     def after(self, num_warm_up_steps: int) -> Outcome:
         """The same run with another warm-up."""
-        return Outcome(self.batches, self.counts, self.num_engines, num_warm_up_steps)
+        return Outcome(self.batches, self.num_engines, num_warm_up_steps)
 
     @property
     def start(self) -> float:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from midflight.sim.simulator.actor import GroupCounts
 from midflight.sim.simulator.engines import Engine, SimRollout
 from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome, Reading, TrainedBatch
-from midflight.types import Float64Array, Int64Array
+from midflight.types import ActorState, Float64Array, Int64Array
 
 
 class BatchRecorder:
@@ -34,14 +33,14 @@ class BatchRecorder:
         self._interrupted_tokens += sum(rollout.num_tokens for rollout in rollouts)
         self._interrupted_new_tokens += sum(rollout.segments[-1].num_tokens for rollout in rollouts if rollout.segments)
 
-    def read(self, time: float, counts: GroupCounts) -> Reading:
+    def read(self, time: float, state: ActorState, discarded_tokens: int) -> Reading:
         return Reading(
             time,
             sum(engine.generated_by(time) for engine in self._engines),
             sum(engine.busy_time for engine in self._engines),
-            counts.num_filtered,
-            counts.num_dropped,
-            counts.filtered_tokens + counts.dropped_tokens,
+            state.num_filtered_groups,
+            state.num_dropped_groups,
+            discarded_tokens,
             self._num_interrupted,
             self._interrupted_tokens,
             self._interrupted_new_tokens,
@@ -73,9 +72,9 @@ class BatchRecorder:
             )
         )
 
-    def outcome(self, num_steps: int, counts: GroupCounts) -> Outcome:
+    def outcome(self, num_steps: int) -> Outcome:
         """Of the first `num_steps` batches: training on another may have begun."""
-        return Outcome(self._batches[:num_steps], counts, len(self._engines))
+        return Outcome(self._batches[:num_steps], len(self._engines))
 
 
 class _SegmentAges:

@@ -17,17 +17,19 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
+from midflight.actor.iteration import iterate
+from midflight.actor.ledger import Ledger
 from midflight.errors import ScenarioError
 from midflight.protocols import Schedule
 from midflight.sim.costs import StepCost
 from midflight.sim.lengths import Lengths
-from midflight.sim.simulator.actor import Gradients, SimActor
+from midflight.sim.simulator.groups import Gradients, SimGroups
 from midflight.sim.simulator.engines import Engine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import NO_FAILURES, Failures
 from midflight.sim.simulator.outcome import Outcome, Reading
 from midflight.sim.simulator.pool import Pool
 from midflight.sim.simulator.recorder import BatchRecorder
-from midflight.types import FleetView
+from midflight.types import BatchChoice, FleetView, GroupId, RolloutId
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,7 @@ def simulate(run: SimulatedRun) -> Outcome:
             gc.enable()
 
 
-@dataclass(slots=True)
-class _Batch:
-    rollouts: list[SimRollout]
-    reading: Reading  # when it was handed over
+_Batch = tuple[list[SimRollout], Reading]  # and the totals when it was handed over
 
 
 class _Kind:
@@ -90,7 +89,8 @@ class _Kind:
 class _Simulation:
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self._schedule = run, run.schedule
-        self._actor = SimActor(run.lengths, run.group_size, run.filter_rate, run.gradients, run.seed)
+        self._ledger = Ledger(run.batch_size, run.group_size)
+        self._groups = SimGroups(run.lengths, run.group_size, run.filter_rate, run.gradients, run.seed)
         times = StepTimes(run.step_cost)
         self._engines = [Engine(index, times) for index in range(run.num_engines)]
         self._pool = Pool(self._engines, run.schedule.max_in_flight)
@@ -102,25 +102,17 @@ class _Simulation:
         self._preprocessed: deque[_Batch] = deque()  # in order; the trainer takes them
         self._in_preprocessing: deque[_Batch] = deque()
         self._is_training = False
+        self._is_undecided = False  # the schedule decided something, and may decide more at this time
         self._changed: dict[int, Engine] = {}
         self._back_at: dict[int, float] = {}
         for engine in self._engines:
             self._foresee_failure(engine)
 
     def finish(self) -> Outcome:
-        self._decide()
         while self._num_trained < self._run.num_steps:
-            if not self._events:
-                raise ScenarioError(
-                    f"schedule: stuck at optimizer step {self._num_trained}, with {self._actor.ready.num_rollouts}"
-                    f" finished rollouts: nothing is in flight and the schedule starts nothing"
-                )
-            self._now = self._events[0][0]
-            while self._events and self._events[0][0] <= self._now:
-                _, kind, _, subject, stamp = heapq.heappop(self._events)
-                self._happen(kind, subject, stamp)
-            self._decide()
-        return self._recorder.outcome(self._run.num_steps, self._actor.counts)
+            iterate(self._schedule, self._ledger, self)
+            self._start_training()
+        return self._recorder.outcome(self._run.num_steps)
 
     def _happen(self, kind: int, subject: int, stamp: int) -> None:
         match kind:
@@ -142,45 +134,60 @@ class _Simulation:
 
     # --- what the schedule decides ----------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        """As a turn of the real rollout loop, until nothing more is decided at this time."""
-        schedule, actor = self._schedule, self._actor
-        undecided = True
-        while undecided:
-            undecided = self._hand_over()
-            self._start_training()
-            fleet = self._fleet()
-            if self._newest > self._version and schedule.should_update_weights(fleet):
-                self._update()
-                fleet = self._fleet()
-                undecided = True
-            if actor.num_in_flight and schedule.should_abort(fleet):
-                self._abort()
-                fleet = self._fleet()
-                undecided = True
-            num_new = schedule.num_to_admit(fleet)
-            if num_new:
-                self._place([actor.admit(self._recorder.num_updates) for _ in range(num_new)])
+    def fleet(self) -> FleetView:
+        return self._ledger.fleet(self._version, self._newest, self._pool.num_alive)
+
+    def update_weights(self) -> None:
+        self._is_undecided = True
+        self._version = self._newest
+        pause = self._run.delays.update_pause
+        for engine in self._engines:
+            engine.adopt(self._now, pause)
+            if pause:
+                self._changed[engine.index] = engine
+        self._recorder.updated(self._version)
+
+    def abort(self) -> None:
+        self._is_undecided = True
+        interrupted = self._pool.interrupt_all(self._now)
+        self._recorder.interrupted(interrupted)
+        self._ledger.interrupted([RolloutId(rollout.rollout_id) for rollout in interrupted])
+
+    def admit(self, num_rollouts: int) -> None:
+        ledger, version, num_updates = self._ledger, self._version, self._recorder.num_updates
+        rollouts = []
+        for _ in range(num_rollouts):
+            rollout_id = ledger.admit()
+            rollout = self._groups.rollout(rollout_id)
+            num_versions = rollout.num_versions + (rollout.last_update != num_updates)
+            ledger.started(rollout_id, num_versions, version)
+            rollouts.append(rollout)
+        self._place(rollouts)
+
+    def generate(self) -> None:
+        """Go on to the next events, unless the schedule may decide more at this time."""
+        if self._is_undecided:
+            self._is_undecided = False
+            return
         self._foresee()
+        if not self._events:
+            raise ScenarioError(
+                f"schedule: stuck at optimizer step {self._num_trained}, with {self._ledger.ready.num_rollouts}"
+                f" finished rollouts: nothing is in flight and the schedule starts nothing"
+            )
+        self._now = self._events[0][0]
+        while self._events and self._events[0][0] <= self._now:
+            _, kind, _, subject, stamp = heapq.heappop(self._events)
+            self._happen(kind, subject, stamp)
 
-    def _fleet(self) -> FleetView:
-        return self._actor.fleet(self._recorder.num_updates, self._version, self._newest, self._pool.num_alive)
-
-    def _hand_over(self) -> bool:
-        """Every batch the schedule can make now; whether there was one. With too few rollouts there can be none."""
-        handed_over = False
-        while self._actor.ready.num_rollouts >= self._run.batch_size:
-            choice = self._schedule.choose_batch(self._fleet(), self._actor.ready)
-            if choice is None:
-                break
-            for group_id in choice.drop:
-                self._actor.drop(group_id)
-            if choice.train:
-                self._queue(_Batch(self._actor.take(choice.train), self._read()))
-            handed_over = True
-        return handed_over
-
-    def _queue(self, batch: _Batch) -> None:
+    def hand_over(self, choice: BatchChoice) -> None:
+        self._is_undecided = True
+        for group_id in choice.drop:
+            self._ledger.drop(group_id, self._groups.discard(group_id))
+        if not choice.train:
+            return
+        self._ledger.take(choice.train)
+        batch = self._groups.take(choice.train), self._read()
         delays = self._run.delays
         if delays.handover_pause:
             for engine in self._pool.alive():
@@ -191,20 +198,6 @@ class _Simulation:
             self._at(self._now + delays.preprocess, _Kind.PREPROCESSED)
         else:
             self._preprocessed.append(batch)
-
-    def _update(self) -> None:
-        self._version = self._newest
-        pause = self._run.delays.update_pause
-        for engine in self._engines:
-            engine.adopt(self._now, pause)
-            if pause:
-                self._changed[engine.index] = engine
-        self._recorder.updated(self._version)
-
-    def _abort(self) -> None:
-        interrupted = self._pool.interrupt_all(self._now)
-        self._recorder.interrupted(interrupted)
-        self._actor.interrupted(interrupted)
 
     # --- engines ----------------------------------------------------------------------------------------------
 
@@ -217,10 +210,21 @@ class _Simulation:
         if stamp != engine.stamp:
             return
         for rollout in self._pool.take_ended(engine):
-            self._actor.ended(rollout)
+            self._end(rollout)
         self._changed[index] = engine
         if self._pool.num_waiting:
             self._place([])
+
+    def _end(self, rollout: SimRollout) -> None:
+        """Graded at once."""
+        ledger, rollout_id, group_id = self._ledger, RolloutId(rollout.rollout_id), GroupId(rollout.group_id)
+        ledger.ended(rollout_id, rollout.length)
+        if not ledger.done(rollout_id):
+            return
+        if self._groups.is_filtered(group_id):
+            ledger.filter(group_id, self._groups.discard(group_id))
+        else:
+            ledger.make_ready(group_id)
 
     def _foresee(self) -> None:
         """When something ends next on the engines that have changed; what was foreseen of them before is void."""
@@ -240,12 +244,12 @@ class _Simulation:
     def _start_training(self) -> None:
         if self._is_training or not self._preprocessed:
             return
-        batch = self._preprocessed.popleft()
+        rollouts, handed_over = self._preprocessed.popleft()
         self._is_training = True
         run = self._run
-        num_tokens = sum(rollout.length for rollout in batch.rollouts if rollout.has_gradient)
+        num_tokens = sum(rollout.length for rollout in rollouts if rollout.has_gradient)
         end = self._now + run.train_time_per_step + run.train_time_per_token * num_tokens
-        self._recorder.trained(batch.rollouts, batch.reading, self._now, end)
+        self._recorder.trained(rollouts, handed_over, self._now, end)
         self._at(end, _Kind.TRAINED)
 
     def _end_training(self) -> None:
@@ -256,7 +260,7 @@ class _Simulation:
     # --- time -------------------------------------------------------------------------------------------------
 
     def _read(self) -> Reading:
-        return self._recorder.read(self._now, self._actor.counts)
+        return self._recorder.read(self._now, self._ledger.state, self._groups.discarded_tokens)
 
     def _at(self, time: float, kind: int, subject: int = 0, stamp: int = 0) -> None:
         heapq.heappush(self._events, (time, kind, next(self._order), subject, stamp))

@@ -8,8 +8,8 @@ from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule, training_of
 from midflight.sim.costs import StepCost
-from midflight.sim.simulator.groups import Gradients
 from midflight.sim.simulator.failures import NO_FAILURES, Failures, RandomFailures
+from midflight.sim.simulator.groups import Gradients
 from midflight.sim.simulator.outcome import Outcome
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 

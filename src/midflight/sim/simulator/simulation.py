@@ -23,9 +23,9 @@ from midflight.errors import ScenarioError
 from midflight.protocols import Schedule
 from midflight.sim.costs import StepCost
 from midflight.sim.lengths import Lengths
-from midflight.sim.simulator.groups import Gradients, SimGroups
 from midflight.sim.simulator.engines import Engine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import NO_FAILURES, Failures
+from midflight.sim.simulator.groups import Gradients, SimGroups
 from midflight.sim.simulator.outcome import Outcome, Reading
 from midflight.sim.simulator.pool import Pool
 from midflight.sim.simulator.recorder import BatchRecorder

@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 
 from benchmarks.digest import digest
+from benchmarks.size import size
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Leave it alone meanwhile.")
 app.command()(digest)
+app.command()(size)
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a model directory")]

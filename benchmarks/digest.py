@@ -37,12 +37,12 @@ from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
 from midflight.report.machine import describe_machine
-from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import ImmediateGrader, InProcessWeights
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState
 from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.trainer.state import TrainerState
+from midflight.trainer.step import TrainStep
 from midflight.types import TrainingBatch
 
 _RECIPE = Path(__file__).parents[1] / "recipes" / "cpu_demo.toml"
@@ -163,18 +163,12 @@ def _loops(
     rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=Intervals(grades_s=0))
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
-        max_seconds=None,
         checkpoint_every=10**9,
-        keep_checkpoints=1,
-        max_nonfinite_steps=5,
-        learning_rate=build_learning_rates(recipe),
         checkpoints=directory / "checkpoints",
         rejected_batches=directory / "rejected",
     )
-    training = TrainLoop(
-        settings, backend, build_objective(recipe), batches, metrics, Tracer(None, "trainer"), TrainerState(),
-        Codec(TrainingBatch).encode,
-    )  # fmt: skip
+    step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
+    training = TrainLoop(settings, step, batches, TrainerState(), Tracer(None, "trainer"), metrics)
     return rollouts, training
 
 

@@ -30,16 +30,17 @@ from midflight.losses.reinforce import reinforce
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.models.loading import load_tokenizer, quiet
 from midflight.report.machine import describe_machine
-from midflight.streams.codec import Codec
 from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, checkpoint_of
+from midflight.trainer.checkpoints import checkpoint_of
 from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.peak_memory import peak_memory_bytes
 from midflight.trainer.ranks import OneRank, RankGroup, join_ranks
 from midflight.trainer.saved_tensors import SavedTensors
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
+from midflight.trainer.state import TrainerState
+from midflight.trainer.step import TrainStep
 from midflight.types import TrainingBatch
 from midflight.weights.drain import WeightDrain
 
@@ -188,19 +189,13 @@ def _train(job: _Job, backend: SingleProcessTrainer, ranks: RankGroup | OneRank)
     options = job.options
     settings = LoopSettings(
         max_steps=options.steps,
-        max_seconds=None,
         checkpoint_every=options.steps,
-        keep_checkpoints=1,
-        max_nonfinite_steps=1,
-        learning_rate=lambda step: options.learning_rate,
         checkpoints=job.directory / "checkpoints",
         rejected_batches=job.directory / "rejected",
     )
     metrics = None if ranks.rank else JsonlWriter(job.directory / "metrics.jsonl")
-    encode, tracer = Codec(TrainingBatch).encode, Tracer(None, "trainer")
-    loop = TrainLoop(
-        settings, backend, Objective(reinforce), job.open_batches(), metrics, tracer, TrainerState(), encode, ranks
-    )
+    step = TrainStep(backend, Objective(reinforce), lambda step: options.learning_rate, ranks)
+    loop = TrainLoop(settings, step, job.open_batches(), TrainerState(), Tracer(None, "trainer"), metrics)
     loop.run(lambda: False)
 
 

@@ -63,7 +63,7 @@ class PackedStep:
             loss = self._objective(inputs).loss
             self._trainer.backward(loss)
             total += float(loss.detach())
-        return total, self._trainer.optimizer_step(_LEARNING_RATE)["grad_norm"]
+        return total, self._trainer.optimizer_step(_LEARNING_RATE).grad_norm
 
 
 class PaddedStep:

@@ -30,7 +30,7 @@ from midflight.types import TensorSpec
 from midflight.weights.files import FileReceiver, FileSender
 from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver, ProcessGroupSender
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from midflight.weights.slot_file import DTYPES, specs_of
+from midflight.weights.specs import specs_of, torch_dtype
 
 _TIMEOUT_S = 120.0
 _BROADCAST = "broadcast"  # what the other process is told to take part in
@@ -87,7 +87,7 @@ def bench_weights(sizes: tuple[str, ...], dtype: str, rounds: int, report: Calla
     rows = []
     for size in sizes:
         specs = SIZES[size].specs(dtype)
-        weights = {spec.name: torch.full(spec.shape, 0.5, dtype=DTYPES[dtype]) for spec in specs}
+        weights = {spec.name: torch.full(spec.shape, 0.5, dtype=torch_dtype(spec)) for spec in specs}
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         copy_s = _memcpy_seconds(num_bytes, rounds)
         for transport in _TRANSPORTS:

@@ -231,6 +231,14 @@ class PolicyOutputs:
     values: Tensor | None  # expected reward before the token; None without a value head
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The gradient of one optimizer step."""
+
+    grad_norm: float  # before clipping
+    skipped: bool  # the gradient was not finite, and nothing changed
+
+
 @runtime_checkable
 class TrainerBackend(Protocol):
     """The five verbs of training; the RL loop knows nothing else.
@@ -252,9 +260,7 @@ class TrainerBackend(Protocol):
 
     def backward(self, loss: Tensor) -> None: ...
 
-    def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
-        """What is worth logging about it; `skipped` is 1 if the gradient was not finite and nothing changed."""
-        ...
+    def optimizer_step(self, learning_rate: float) -> OptimizerStep: ...
 
     def publish_weights(self, version: int) -> None: ...
 

@@ -22,7 +22,7 @@ from midflight.generation.server import create_app
 from midflight.models.loading import load_tokenizer, weights_of
 from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import specs_of
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
 MAX_TOKENS = 24

@@ -30,8 +30,9 @@ from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import ImmediateGrader, InProcessWeights
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState
 from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.trainer.state import TrainerState
+from midflight.trainer.step import TrainStep
 from midflight.types import ActorState, ChosenBatch, TrainingBatch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
@@ -113,18 +114,12 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=every_iteration)
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
-        max_seconds=None,
         checkpoint_every=10**9,
-        keep_checkpoints=1,
-        max_nonfinite_steps=5,
-        learning_rate=build_learning_rates(recipe),
         checkpoints=directory / "checkpoints",
         rejected_batches=directory / "rejected",
     )
-    training = TrainLoop(
-        settings, backend, build_objective(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
-        Codec(TrainingBatch).encode,
-    )  # fmt: skip
+    step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
+    training = TrainLoop(settings, step, stream, TrainerState(), Tracer(None, "test"), metrics)
     return Loops(weights, stream, actor, rollouts, training, preprocess)
 
 

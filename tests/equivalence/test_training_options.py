@@ -60,7 +60,7 @@ def accumulate(trainer: SingleProcessTrainer, batch: list[Microbatch]) -> None:
 
 def step(trainer: SingleProcessTrainer, seed: int = 0) -> None:
     accumulate(trainer, microbatches(seed=seed))
-    assert trainer.optimizer_step(LEARNING_RATE)["skipped"] == 0
+    assert not trainer.optimizer_step(LEARNING_RATE).skipped
 
 
 def gradients(trainer: SingleProcessTrainer) -> dict[str, Tensor]:

@@ -33,17 +33,18 @@ from faults.runs import (
 )
 from midflight.config import Recipe, load_recipe
 from midflight.config.run_directory import RunDirectory
-from midflight.launch.build import build_trainer
+from midflight.launch.build import build_learning_rates, build_trainer
 from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.run.workers import loop_settings
-from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import InProcessWeights
 from midflight.testing.redis_server import RedisServer
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.trainer.checkpoints import load_state, newest_checkpoint
 from midflight.trainer.loop import TrainLoop
+from midflight.trainer.state import TrainerState
+from midflight.trainer.step import TrainStep
 from midflight.types import TrainingBatch
 from midflight.weights.shared_memory import SharedMemoryReceiver
 
@@ -284,11 +285,9 @@ def train_alone(recipe: Recipe, batches: dict[int, TrainingBatch], num_steps: in
     try:
         backend.init(rank=0)
         with JsonlWriter(directory / "metrics.jsonl") as metrics:
+            step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
             settings = loop_settings(recipe, RunDirectory(directory))
-            loop = TrainLoop(
-                settings, backend, build_objective(recipe), stream, metrics, Tracer(None, "test"), TrainerState(),
-                Codec(TrainingBatch).encode,
-            )  # fmt: skip
+            loop = TrainLoop(settings, step, stream, TrainerState(), Tracer(None, "test"), metrics)
             loop.run(lambda: False)
     finally:
         torch.set_num_threads(num_threads)

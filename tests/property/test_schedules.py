@@ -37,7 +37,7 @@ from midflight.schedules.pipeline import PipelineSchedule
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState
+from midflight.trainer.state import TrainerState
 from midflight.types import BatchChoice, ChosenBatch, Completion, Rollout, RolloutGroup, SamplingParams, TrainingBatch
 
 GROUP_SIZE = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from midflight.generation.schemas import (
 )
 from midflight.types import RolloutId, TensorSpec
 from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver
-from midflight.weights.slot_file import DTYPES
+from midflight.weights.specs import num_bytes
 
 
 def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
@@ -152,7 +151,7 @@ class WeightIntake:
             version=body.version,
             pause_s=pause_s,
             seconds=time.perf_counter() - started_s,
-            bytes=sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs),
+            bytes=sum(map(num_bytes, specs)),
         )
 
     def _check(self, body: WeightUpdateRequest) -> tuple[TensorSpec, ...]:
@@ -170,8 +169,7 @@ class WeightIntake:
             if spec.shape != self._expected[spec.name]:
                 expected = list(self._expected[spec.name])
                 raise WeightUpdateError(f"tensor {spec.name!r} is announced as {list(spec.shape)}, not {expected}")
-            if spec.dtype not in DTYPES:
-                raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}; only {', '.join(DTYPES)} can be sent")
+            num_bytes(spec)  # raises if the dtype cannot be sent
         return specs
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 # exp(80) is near the largest float32; the gradient of an infinite ratio would be no number even where it is clipped.
-_MAX_LOG_RATIO = 80.0
+# The square of exp(300), summed over any batch, still fits a float64; so does its inverse.
+_MAX_LOG_RATIO, _MAX_LOG_RATIO_FLOAT64 = 80.0, 300.0
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of log ratios, finite in float32 and with a finite gradient whatever they are."""
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    """exp of log ratios, clamped so that the ratio and its gradient are finite: at 80 nats, in float64 at 300."""
+    limit = _MAX_LOG_RATIO_FLOAT64 if log_ratio.dtype == torch.float64 else _MAX_LOG_RATIO
+    return log_ratio.clamp(-limit, limit).exp()
 
 
 @dataclass(frozen=True, slots=True)

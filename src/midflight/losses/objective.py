@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from midflight.losses.inputs import Loss, LossInputs, LossOutput, importance_ratio
+from midflight.losses.kl import KL_ESTIMATORS
 from midflight.losses.value import value_loss
-from midflight.metrics.kl import KL_ESTIMATORS
 
 RatioRange = tuple[float, float]
 

@@ -15,20 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midflight.metrics.kl import k1, k3
+from midflight.losses.inputs import importance_ratio
+from midflight.losses.kl import k1, k3
 from midflight.metrics.segments import LAG_EDGES, NUM_POSITIONS, TokenOrigins, lag_buckets
 from midflight.types import Float64Array, Int64Array
-
-# The square of exp(300), summed over any batch, still fits a float64; so does its inverse.
-LOG_RATIO_LIMIT = 300.0
-
-
-def importance_ratio(log_ratio_M: Tensor) -> Tensor:
-    """pi/mu per token in float64, log ratios beyond +-300 nats counting as 300.
-
-    Shapes: log_ratio_M [M] = log pi - log mu -> [M].
-    """
-    return log_ratio_M.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def effective_sample_size(log_ratio_M: Tensor, max_ratio: float | None = None) -> Tensor:
@@ -41,7 +31,7 @@ def effective_sample_size(log_ratio_M: Tensor, max_ratio: float | None = None) -
     Source: PipelineRL, eq. 6 (Kong 1992).
     """
     _require_tokens(log_ratio_M)
-    ratio_M = importance_ratio(log_ratio_M)
+    ratio_M = importance_ratio(log_ratio_M.double())
     if max_ratio is not None:
         ratio_M = ratio_M.clamp(max=max_ratio)
     return _normalized_ess(ratio_M.sum(), ratio_M.square().sum(), len(ratio_M))
@@ -62,7 +52,7 @@ def ratio_statistics(log_ratio_M: Tensor, max_ratio: float) -> RatioStatistics:
     Raises: ValueError if there is no token.
     """
     _require_tokens(log_ratio_M)
-    ratio_M = importance_ratio(log_ratio_M)
+    ratio_M = importance_ratio(log_ratio_M.double())
     return RatioStatistics(ratio_M.mean(), ratio_M.max(), (ratio_M > max_ratio).double().mean())
 
 

@@ -16,12 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from midflight.metrics.jsonl import MetricsLine
+
 _PLAIN_LINE_EVERY_S = 5.0
 _NUM_AVERAGED = 20  # steps; single batches are too noisy to read
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
-
-MetricsLine = dict[str, Any]
 
 
 class LiveView:

@@ -15,7 +15,8 @@ from midflight.errors import RunDirectoryError, StreamError
 from midflight.launch.streams import open_batches, open_groups
 from midflight.models.loading import check_same_model
 from midflight.protocols import Stream
-from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint, newest_whole_checkpoint
+from midflight.trainer.checkpoints import load_state, newest_checkpoint, newest_whole_checkpoint
+from midflight.trainer.state import TrainerState
 from midflight.types import ActorCheckpoint, ActorState, Rollout, RolloutStatus
 
 

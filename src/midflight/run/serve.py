@@ -22,7 +22,7 @@ from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.launch.build import build_engine, check_model, num_threads
 from midflight.models.loading import load_config, load_model, weights_of
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30
 _SHUTDOWN_S = 5

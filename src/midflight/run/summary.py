@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -11,12 +12,13 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import StreamError
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.averages import mean_by_lag, mean_over, mismatch_of
-from midflight.metrics.jsonl import read_metrics
+from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
 from midflight.protocols import Stream
 from midflight.run.resuming import actor_checkpoint
-from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint
+from midflight.trainer.checkpoints import load_state, newest_checkpoint
+from midflight.trainer.state import TrainerState
 from midflight.types import ActorState, GroupCounts
 
 Record = TypeVar("Record")
@@ -38,26 +40,26 @@ def summarize(
         "eval_after": eval_after,
         "train_wall_s": trainer.wall_s,
         "steps": trainer.version,
-        "skipped_steps": trainer.skipped_steps,
+        "skipped_steps": sum(int(line["skipped"]) for line in lines),
         "samples": trainer.samples,
         "generated_tokens": actor.generated_tokens if actor else 0,
         "trained_tokens": trainer.trained_tokens,
         "updates": actor.num_updates if actor else 0,
         "aborted": actor.num_aborted if actor else 0,
-        "versions_per_rollout_max": trainer.versions_per_rollout_max,
+        "versions_per_rollout_max": int(max((line["versions_per_rollout/max"] for line in lines), default=0)),
         "max_lag": int(lag.get("lag/max", 0)),
         "mean_lag": lag.get("lag/mean", 0.0),
         "mismatch": mismatch_of(lines),
         "ess_by_lag": mean_by_lag(lines, "ess"),
-        "mean_ess": trainer.ess_sum / trainer.ess_steps if trainer.ess_steps else None,
+        "mean_ess": mean_over(lines, "ess", weights=None),
         "update_pause_s": mean_over(lines, "update/pause_s", weights=None),
         "idle": {
             "generation": mean_over(lines, "idle/generation_fraction", weights="time/step_s"),
             "trainer": mean_over(lines, "idle/trainer_fraction", weights="time/step_s"),
         },
         "peak_memory_bytes": lines[-1].get("memory/peak_bytes_by_rank") if lines else None,
-        "rollout_s": trainer.rollout_s,
-        "carried_token_fraction": trainer.carried_tokens / max(trainer.trained_tokens, 1),
+        "rollout_s": sum((line["time/rollout_s"] for line in lines), 0.0),
+        "carried_token_fraction": _carried_tokens(lines) / max(trainer.trained_tokens, 1),
         "old_token_fraction": lag.get("old_token_fraction", 0.0),
         "padding_fraction": mean_over(lines, "padding_fraction", weights=None),
         "length_bias": length_bias(trainer.generated_lengths, trainer.trained_lengths, trainer.dropped_lengths),
@@ -67,6 +69,11 @@ def summarize(
         },
         "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
     }
+
+
+def _carried_tokens(lines: Sequence[MetricsLine]) -> float:
+    """Trained tokens of rollouts that were interrupted, from before that."""
+    return sum((line["carried_token_fraction"] * sum(line["length/by_rollout"]) for line in lines), 0.0)
 
 
 def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:

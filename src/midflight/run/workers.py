@@ -34,12 +34,13 @@ from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceive
 from midflight.run.engines import has_engine, is_settled, open_generator
 from midflight.run.resuming import actor_checkpoint
 from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
-from midflight.streams.codec import Codec
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, checkpoint_of, load_state, newest_whole_checkpoint
+from midflight.trainer.checkpoints import checkpoint_of, load_state, newest_whole_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.ranks import Ranks
-from midflight.types import ActorCheckpoint, ChosenBatch, TrainingBatch
+from midflight.trainer.state import TrainerState
+from midflight.trainer.step import TrainStep
+from midflight.types import ActorCheckpoint, ChosenBatch
 from midflight.weights.drain import WeightDrain
 
 
@@ -65,18 +66,9 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
         batches = stack.enter_context(contextlib.closing(open_batches(run, recipe)))
         metrics = None if rank else stack.enter_context(JsonlWriter(run.metrics, resume_version=state.version))
         tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
-        loop = TrainLoop(
-            loop_settings(recipe, run),
-            backend,
-            build_objective(recipe),
-            batches,
-            metrics,
-            tracer,
-            state,
-            Codec(TrainingBatch).encode,
-            ranks,
-            trainer_device(recipe, rank),
-        )
+        device = trainer_device(recipe, rank)
+        step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), ranks, device)
+        loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics)
         start_together(context)
         loop.run(context.should_stop)
 
@@ -165,7 +157,6 @@ def loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
         checkpoint_every=trainer.checkpoint_every,
         keep_checkpoints=trainer.keep_checkpoints,
         max_nonfinite_steps=trainer.max_nonfinite_steps,
-        learning_rate=build_learning_rates(recipe),
         checkpoints=run.checkpoints,
         rejected_batches=run.rejected_batches,
     )

@@ -11,41 +11,15 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from midflight.errors import CheckpointError
-from midflight.types import ActorState
+from midflight.trainer.state import TrainerState
 
 _STATE_FILE = "trainer_state.json"
 _HASHES_FILE = "hashes.json"  # path in the checkpoint -> SHA-256
 _UNFINISHED = ".unfinished-"
 _DAMAGED = "damaged_"
-_HISTOGRAMS = ("lag_histogram", "generated_lengths", "trained_lengths", "dropped_lengths")  # JSON keys are strings
-
-
-@dataclass(slots=True)
-class TrainerState:
-    """What the trainer counts over a whole run, interruptions included."""
-
-    version: int = 0  # optimizer steps; also the offset of the next batch
-    samples: int = 0  # rollouts trained on
-    trained_tokens: int = 0  # response tokens of those
-    trained_groups: int = 0
-    skipped_steps: int = 0
-    wall_s: float = 0.0
-    lag_histogram: dict[int, int] = field(default_factory=dict)  # optimizer steps -> response tokens
-    ess_sum: float = 0.0
-    ess_steps: int = 0
-    versions_per_rollout_max: int = 0
-    rollout_s: float = 0.0  # seconds that generation was not waiting for training
-    carried_tokens: float = 0.0  # trained tokens of rollouts that were interrupted, from before that
-    # Response length in tokens -> rollouts:
-    generated_lengths: dict[int, int] = field(default_factory=dict)
-    trained_lengths: dict[int, int] = field(default_factory=dict)
-    dropped_lengths: dict[int, int] = field(default_factory=dict)
-    # After the last batch that was trained on: the run can go on from here even if its streams are lost.
-    actor: ActorState = field(default_factory=ActorState)
 
 
 def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable[[Path], None], keep: int) -> Path:
@@ -59,7 +33,7 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_weights(unfinished)
-        (unfinished / _STATE_FILE).write_text(json.dumps(asdict(state)))
+        (unfinished / _STATE_FILE).write_text(state.to_json())
         (unfinished / _HASHES_FILE).write_text(json.dumps(_hashes(unfinished), indent=2))
         _sync(unfinished)
         unfinished.rename(target)
@@ -124,10 +98,7 @@ def oldest_checkpoint_version(directory: Path) -> int:
 def load_state(checkpoint: Path) -> TrainerState:
     """Raises: CheckpointError if the file is missing or damaged."""
     try:
-        values = json.loads((checkpoint / _STATE_FILE).read_text())
-        for name in _HISTOGRAMS:
-            values[name] = {int(key): count for key, count in values[name].items()}
-        return TrainerState(**values | {"actor": ActorState(**values["actor"])})
+        return TrainerState.from_json((checkpoint / _STATE_FILE).read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {_first_line(error)}") from error
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from midflight.errors import MissingExtraError
 from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of
-from midflight.protocols import PolicyOutputs, WeightSender
+from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
 from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_on_first_rank
 from midflight.trainer.shards import DEFAULT_BUCKET_BYTES, in_buckets
 from midflight.trainer.single import OptimizerSettings
 from midflight.types import Microbatch, TensorSpec
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import dtype_name, specs_of
 
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 
@@ -139,15 +139,15 @@ class DeepSpeedTrainer:
         self._engine.backward(loss * self._num_ranks, scale_wrt_gas=False)
         self._has_gradients = True
 
-    def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
-        """Clip, step, and forget the gradients. A gradient that is not finite changes nothing: `skipped` is 1 then."""
+    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
+        """Clip, step, and forget the gradients. A gradient that is not finite changes nothing."""
         if not self._has_gradients:
-            return {"grad_norm": 0.0, "skipped": 0.0}
+            return OptimizerStep(grad_norm=0.0, skipped=False)
         self._has_gradients = False
         self._set_learning_rate(learning_rate)
         self._engine.step()
-        skipped = not self._engine.was_step_applied()
-        return {"grad_norm": float(self._engine.get_global_grad_norm()), "skipped": float(skipped)}
+        applied = self._engine.was_step_applied()
+        return OptimizerStep(float(self._engine.get_global_grad_norm()), skipped=not applied)
 
     def publish_weights(self, version: int) -> None:
         self._sender.send(version, self._published_weights())
@@ -256,9 +256,7 @@ class DeepSpeedTrainer:
             state[_STEP].fill_(num_steps)
 
     def _specs(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
-        return [
-            TensorSpec(name, self._shapes[each], str(dtype).removeprefix("torch.")) for name, each in parameters.items()
-        ]
+        return [TensorSpec(name, self._shapes[each], dtype_name(dtype)) for name, each in parameters.items()]
 
 
 def _two_tokens() -> Microbatch:

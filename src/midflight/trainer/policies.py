@@ -17,7 +17,7 @@ from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_ada
 from midflight.models.policy import PackedPolicy
 from midflight.models.recomputation import check_layers, recompute_layers
 from midflight.types import TensorSpec
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import specs_of
 
 ADAPTER_DIRECTORY = "adapter"  # in a checkpoint; beside config.json transformers would take its files for the model's
 

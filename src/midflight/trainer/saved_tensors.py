@@ -8,13 +8,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from midflight.errors import CheckpointError
 from midflight.trainer.shards import local, local_rows
 from midflight.types import TensorSpec
-from midflight.weights.slot_file import DTYPES
+from midflight.weights.specs import num_bytes
 
 # What a checkpoint is made of: the stems of its safetensors files.
 MODEL, OPTIMIZER, VALUE_HEAD, PROXIMAL = "model", "optimizer", "value_head", "proximal"
@@ -37,20 +37,25 @@ def save_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write `tensors`, which are as `specs` say, in this order. In memory at a time: what one file holds."""
-    files = _files(specs, file_bytes)
-    names = [
-        f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
-        for number in range(1, len(files) + 1)
-    ]
-    remaining = iter(tensors)
-    for file_name, members in zip(names, files, strict=True):
+    """Write `tensors`, which are those of `specs`. In memory at a time: one file, or one larger tensor beside it."""
+    split = split_state_dict_into_shards_factory(
+        {spec.name: spec for spec in specs},
+        get_storage_size=num_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=file_bytes,
+    )
+    contents: dict[str, dict[str, Tensor]] = {file_name: {} for file_name in split.filename_to_tensors}
+    for name, tensor in tensors:
+        file_name = split.tensor_to_filename[name]
         # A copy on the host, so that the parts of a bucket do not keep all of it.
-        content = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _take(remaining, members)}
-        save_file(content, directory / file_name, metadata={"format": "pt"})
-    if len(files) > 1:
-        weight_map = {spec.name: name for name, members in zip(names, files, strict=True) for spec in members}
-        index = {"metadata": {"total_size": sum(map(_num_bytes, specs))}, "weight_map": weight_map}
+        contents[file_name][name] = tensor.detach().to("cpu", copy=True)
+        if len(contents[file_name]) == len(split.filename_to_tensors[file_name]):
+            save_file(contents.pop(file_name), directory / file_name, metadata={"format": "pt"})
+    assert not contents, f"tensors of {', '.join(contents)} are missing"
+    if not specs:
+        save_file({}, directory / f"{stem}.safetensors", metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -67,29 +72,6 @@ def save_on_first_rank(
         save_tensors(directory, stem, specs, tensors, file_bytes)
     else:
         collections.deque(tensors, maxlen=0)
-
-
-def _files(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:
-    files: list[list[TensorSpec]] = [[]]
-    room = file_bytes
-    for spec in specs:
-        if files[-1] and _num_bytes(spec) > room:
-            files.append([])
-            room = file_bytes
-        files[-1].append(spec)
-        room -= _num_bytes(spec)
-    return files
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-
-
-def _take(tensors: Iterator[tuple[str, Tensor]], members: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    for spec in members:
-        name, tensor = next(tensors)
-        assert name == spec.name, f"{name} stands where {spec.name} should"
-        yield name, tensor
 
 
 class SavedTensors:

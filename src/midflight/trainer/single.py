@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of, saved_tensors_of
 from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
-from midflight.protocols import PolicyOutputs, WeightSender
+from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
 from midflight.trainer.policies import (
     ADAPTER_DIRECTORY,
     PLAIN_POLICY,
@@ -41,7 +41,7 @@ from midflight.trainer.saved_tensors import (
 )
 from midflight.trainer.shards import gathered
 from midflight.types import Microbatch, TensorSpec
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import specs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class SingleProcessTrainer:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
-        """Clip, step, and forget the gradients. A gradient that is not finite changes nothing: `skipped` is 1 then."""
+    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
+        """Clip, step, and forget the gradients. A gradient that is not finite changes nothing."""
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._optimizer_settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         finite = math.isfinite(grad_norm)
@@ -118,7 +118,7 @@ class SingleProcessTrainer:
             self._optimizer.step()
             self._computed.refresh()
         self._optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": grad_norm, "skipped": 0.0 if finite else 1.0}
+        return OptimizerStep(grad_norm, skipped=not finite)
 
     def publish_weights(self, version: int) -> None:
         self._sender.send(version, self._published_weights())

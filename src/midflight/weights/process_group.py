@@ -36,7 +36,7 @@ from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES, Packer, Unpacker, broadcast_all, plan_buckets
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import specs_of
 
 Backend = Literal["gloo", "nccl"]
 Answer = TypeVar("Answer")

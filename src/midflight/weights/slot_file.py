@@ -7,25 +7,23 @@ slot is never written to. A copy of a slot is whole if `begin` says after it wha
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
+from midflight.weights.specs import dtype_name, num_bytes, torch_dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
 NUM_SLOTS = 3
 
 # Indices of words. An aligned word is read and written whole, by any core.
@@ -38,13 +36,6 @@ _HEADER = struct.Struct("<8sII")  # magic, layout version, bytes of JSON
 _WORDS_AT, _NUM_WORDS = 64, 32
 _JSON_AT = _WORDS_AT + 8 * _NUM_WORDS
 _TENSOR_ALIGNMENT_BYTES = 64
-
-
-def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in weights.items()
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ class SlotLayout:
         """The tensors, as views of a uint8 slot."""
         return {
             placed.spec.name: slot[placed.offset : placed.offset + placed.num_bytes]
-            .view(DTYPES[placed.spec.dtype])
+            .view(torch_dtype(placed.spec))
             .view(placed.spec.shape)
             for placed in self.tensors
         }
@@ -85,8 +76,8 @@ class SlotLayout:
             spec = next(expected, None)
             if spec is None or spec.name != name:
                 raise WeightUpdateError(_misplaced(name, spec))
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
-                found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
+                found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 raise WeightUpdateError(
                     f"tensor {spec.name!r} is {found}, announced as {spec.dtype} {list(spec.shape)}"
                 )
@@ -105,11 +96,8 @@ def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
         raise WeightUpdateError(f"tensor {repeated[0]!r} is announced twice")
     placed, end = [], 0
     for spec in specs:
-        if spec.dtype not in DTYPES:
-            raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}; only {', '.join(DTYPES)} can be sent")
-        num_bytes = math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-        placed.append(PlacedTensor(spec, end, num_bytes))
-        end = _aligned(end + num_bytes, _TENSOR_ALIGNMENT_BYTES)
+        placed.append(PlacedTensor(spec, end, num_bytes(spec)))
+        end = _aligned(end + placed[-1].num_bytes, _TENSOR_ALIGNMENT_BYTES)
     return SlotLayout(tuple(placed), end)
 
 

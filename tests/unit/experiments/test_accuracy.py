@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from midflight.experiments.accuracy import accuracy_figures
-from midflight.trainer.checkpoints import TrainerState, checkpoints_in, save_checkpoint
+from midflight.trainer.checkpoints import checkpoints_in, save_checkpoint
+from midflight.trainer.state import TrainerState
 
 
 def make_checkpoints(directory: Path, num: int) -> list[Path]:

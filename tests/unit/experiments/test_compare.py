@@ -18,7 +18,8 @@ from midflight.errors import RecipeError, RunDirectoryError, WorkerError
 from midflight.experiments import compare as compare_module
 from midflight.experiments.compare import Comparison, RunLength, plan_comparison, run_comparison
 from midflight.experiments.variants import parse_variants
-from midflight.trainer.checkpoints import TrainerState, checkpoints_in, save_checkpoint
+from midflight.trainer.checkpoints import checkpoints_in, save_checkpoint
+from midflight.trainer.state import TrainerState
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
 

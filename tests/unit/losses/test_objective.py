@@ -17,10 +17,10 @@ from midflight.losses.decoupled_ppo import decoupled_ppo
 from midflight.losses.grpo import grpo
 from midflight.losses.gspo import gspo
 from midflight.losses.inputs import Loss, LossInputs
+from midflight.losses.kl import KL_ESTIMATORS, k2
 from midflight.losses.objective import Objective
 from midflight.losses.ppo import ppo
 from midflight.losses.reinforce import reinforce
-from midflight.metrics.kl import KL_ESTIMATORS, k2
 
 LOSSES: dict[str, Loss] = {
     "reinforce": reinforce,

@@ -20,7 +20,8 @@ from midflight.models.loading import load_model, load_tokenizer
 from midflight.run.directory import create_run
 from midflight.run.resuming import actor_checkpoint, prepare_to_resume
 from midflight.streams.codec import SCHEMA_VERSION
-from midflight.trainer.checkpoints import TrainerState, save_checkpoint
+from midflight.trainer.checkpoints import save_checkpoint
+from midflight.trainer.state import TrainerState
 from midflight.types import (
     ActorCheckpoint,
     ActorState,

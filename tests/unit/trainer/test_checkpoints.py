@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from midflight.errors import CheckpointError
-from midflight.trainer.checkpoints import (
-    TrainerState,
-    checkpoints_in,
-    newest_whole_checkpoint,
-    save_checkpoint,
-)
+from midflight.trainer.checkpoints import checkpoints_in, newest_whole_checkpoint, save_checkpoint
+from midflight.trainer.state import TrainerState
 
 
 def write_weights(directory: Path) -> None:

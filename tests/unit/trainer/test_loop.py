@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,14 @@ from midflight.errors import CheckpointError, NonFiniteLossError
 from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
-from midflight.protocols import PolicyOutputs
+from midflight.protocols import OptimizerStep, PolicyOutputs
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.tracing.spans import Tracer
-from midflight.trainer.checkpoints import TrainerState, load_state, newest_checkpoint, save_checkpoint
+from midflight.trainer.checkpoints import load_state, newest_checkpoint, save_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.trainer.state import TrainerState
+from midflight.trainer.step import TrainStep
 from midflight.types import ActorState, GroupId, Microbatch, TrainingBatch
 
 
@@ -47,12 +49,12 @@ class OneWeight:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self, learning_rate: float) -> Mapping[str, float]:
+    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
         gradient, self.weight.grad = self.weight.grad, None
         finite = bool(gradient.isfinite())
         with torch.no_grad():
             self.weight -= learning_rate * gradient if finite else 0.0
-        return {"skipped": 0.0 if finite else 1.0}
+        return OptimizerStep(float(gradient), skipped=not finite)
 
     def publish_weights(self, version: int) -> None:
         self.published.append(version)
@@ -103,26 +105,28 @@ def batch(index: int, advantage: float) -> TrainingBatch:
 
 
 @contextmanager
-def loop_over(tmp_path: Path, advantages: list[float], **settings: object) -> Iterator[tuple[TrainLoop, OneWeight]]:
+def loop_over(
+    tmp_path: Path,
+    advantages: list[float],
+    learning_rate: Callable[[int], float] = lambda step: 1.0,
+    **settings: object,
+) -> Iterator[tuple[TrainLoop, OneWeight]]:
     stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
     for index, advantage in enumerate(advantages):
         stream.append(batch(index, advantage))
     backend = OneWeight()
     defaults = LoopSettings(
         max_steps=len(advantages),
-        max_seconds=None,
         checkpoint_every=1000,
         keep_checkpoints=2,
         max_nonfinite_steps=5,
-        learning_rate=lambda step: 1.0,
         checkpoints=tmp_path / "checkpoints",
         rejected_batches=tmp_path / "rejected",
     )
     chosen = replace(defaults, **settings)  # type: ignore[arg-type]
-    encode = Codec(TrainingBatch).encode
+    step = TrainStep(backend, Objective(reinforce), learning_rate)
     with JsonlWriter(tmp_path / "metrics.jsonl") as metrics:
-        tracer = Tracer(None, "trainer")
-        yield TrainLoop(chosen, backend, Objective(reinforce), stream, metrics, tracer, TrainerState(), encode), backend
+        yield TrainLoop(chosen, step, stream, TrainerState(), Tracer(None, "trainer"), metrics), backend
 
 
 # The first step's ratio is 1; it moves the policy by 1, so the second's is e.
@@ -130,7 +134,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> Non
     with loop_over(tmp_path, [1.0, float("nan"), 1.0]) as (loop, backend):
         loop.run(lambda: False)
     assert loop.state.version == 3
-    assert loop.state.skipped_steps == 1
     assert float(backend.weight.detach()) == pytest.approx(1 + math.e)
     assert backend.published == [1, 2, 3]
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 0.0]

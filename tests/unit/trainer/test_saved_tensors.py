@@ -13,7 +13,7 @@ from midflight.errors import CheckpointError
 from midflight.models.loading import saved_tensors_of
 from midflight.testing.tiny_models import tiny_model
 from midflight.trainer.saved_tensors import SavedTensors, save_tensors
-from midflight.weights.slot_file import specs_of
+from midflight.weights.specs import specs_of
 
 TENSORS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(4), "step": torch.tensor(2.0), "c": torch.zeros(2, 2)}
 

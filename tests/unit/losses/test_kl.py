@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from midflight.losses.inputs import LossInputs
+from midflight.losses.kl import KL_ESTIMATORS, k1, k2, k3
 from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
-from midflight.metrics.kl import KL_ESTIMATORS, k1, k2, k3
 
 NUM_SAMPLES = 200_000
 # Three distributions over five tokens, far apart; no pi/mu is above 5, where it would be truncated.

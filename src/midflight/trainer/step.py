@@ -1,0 +1,82 @@
+"""One optimizer step: a batch through the loss, backward, and the optimizer. Every rank calls it with every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from midflight.losses.denominators import BatchCounts
+from midflight.losses.inputs import LossInputs, LossOutput
+from midflight.losses.objective import Objective
+from midflight.metrics.policy import PolicyMetrics, PolicySums
+from midflight.protocols import PolicyOutputs, TrainerBackend
+from midflight.trainer.inputs import loss_inputs, token_origins
+from midflight.trainer.peak_memory import peak_memory_bytes
+from midflight.trainer.ranks import OneRank, Ranks
+from midflight.trainer.shares import ShareResult, of_all_ranks, share_of
+from midflight.types import Microbatch, TrainingBatch
+
+_ONE_RANK, _CPU = OneRank(), torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Measurements of one optimizer step. Those of the loss and the policy are sums over all ranks."""
+
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    skipped: bool  # the loss or its gradient was not finite, and the weights did not change
+    policy: PolicySums
+    peak_memory_bytes: list[int]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """`step(batch)` trains on one batch. With several ranks it is a collective."""
+
+    backend: TrainerBackend
+    objective: Objective
+    learning_rate: Callable[[int], float]  # by optimizer step
+    ranks: Ranks = _ONE_RANK
+    device: torch.device = _CPU  # its peak memory is measured
+
+    def __call__(self, batch: TrainingBatch) -> StepResult:
+        every = self.objective.proximal_every
+        renewed = every is None or batch.index % every == 0
+        if renewed and every not in (None, 1):
+            self.backend.remember_proximal()
+        loss, policy = self._accumulate(batch, renewed)
+        learning_rate = self.learning_rate(batch.index)
+        updated = self.backend.optimizer_step(learning_rate)
+        own = ShareResult(loss, policy, peak_memory_bytes(self.device))
+        total, sums, peak_memory = of_all_ranks(own, self.ranks)
+        return StepResult(total, learning_rate, updated.grad_norm, updated.skipped, sums, peak_memory)
+
+    def _accumulate(self, batch: TrainingBatch, renewed: bool) -> tuple[float, PolicySums]:
+        """Add up the gradients of this rank's share; return its loss and its policy metrics."""
+        policy = PolicyMetrics(self.objective.max_ratio)
+        share = share_of(batch, self.ranks.rank, self.ranks.num_ranks)
+        total = 0.0
+        for microbatch in share.microbatches:
+            outputs, inputs, output = self._forward(microbatch, batch, renewed)
+            self.backend.backward(output.loss)
+            origins = token_origins(microbatch, batch.index)
+            policy.add(origins, outputs.logprobs, inputs.behavior_logprobs, outputs.entropy, output.token_metrics)
+            total += float(output.loss.detach())
+        for microbatch in share.fillers:
+            _, _, output = self._forward(microbatch, batch, renewed)
+            self.backend.backward(output.loss * 0.0)
+        return total, policy.counted()
+
+    def _forward(
+        self, microbatch: Microbatch, batch: TrainingBatch, renewed: bool
+    ) -> tuple[PolicyOutputs, LossInputs, LossOutput]:
+        """`renewed`: the proximal policy is the one in training."""
+        counts = BatchCounts(batch.num_loss_tokens, batch.num_rollouts, self.objective.max_response_tokens)
+        proximal = None if renewed else self.backend.forward_proximal(microbatch)
+        outputs = self.backend.forward(microbatch)
+        inputs = loss_inputs(microbatch, outputs, proximal, counts, self.objective)
+        return outputs, inputs, self.objective(inputs)

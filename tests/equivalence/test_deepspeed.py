@@ -18,7 +18,7 @@ from midflight.trainer.deepspeed import is_installed
 from midflight.types import TrainingBatch
 
 from . import test_ranks
-from .test_ranks import NUM_STEPS, ONE, TWO, Trained, assert_close, assert_same, recipe_of, train
+from .test_ranks import NUM_STEPS, ONE, SUMMED, TWO, Trained, assert_close, assert_same, recipe_of, train
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,7 +72,7 @@ def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trai
 
 def test_two_ranks_come_to_the_weights_of_one_process(both: tuple[Trained, Trained]) -> None:
     one, two = both
-    assert_same(one.checkpoint(), two.checkpoint())
+    assert_same(one.checkpoint(), two.checkpoint(), SUMMED)
     AutoModelForCausalLM.from_pretrained(two.checkpoint())
 
 
@@ -82,7 +82,7 @@ def test_two_ranks_measure_what_one_process_does(both: tuple[Trained, Trained]) 
     for expected, found in zip(one.metrics, two.metrics, strict=True):
         assert list(expected) == list(found)
         for name in ("loss", "grad_norm", "skipped"):
-            assert_close(found[name], expected[name], name)
+            assert_close(found[name], expected[name], name, SUMMED)
 
 
 @pytest.mark.parametrize("before", [1, 0], ids=["deepspeed_then_single", "single_then_deepspeed"])
@@ -95,7 +95,7 @@ def test_training_goes_on_with_the_other_backend(both: tuple[Trained, Trained], 
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, other.overrides), run, directory / f"weights-{path.name}")
-    assert_same(trained.checkpoint(), run.checkpoints / f"step_{NUM_STEPS}")
+    assert_same(trained.checkpoint(), run.checkpoints / f"step_{NUM_STEPS}", SUMMED)
 
 
 def test_a_step_in_bfloat16_is_that_of_one_process(directory: Path) -> None:
@@ -103,4 +103,5 @@ def test_a_step_in_bfloat16_is_that_of_one_process(directory: Path) -> None:
     once = ("trainer.dtype=bfloat16", "trainer.max_steps=1")
     one = trained(directory / "bfloat16-one", (*once, ONE))
     for stage in LOSSES:
-        assert_same(one.checkpoint(1), trained(directory / f"bfloat16-{stage}", (*once, *sharded(stage))).checkpoint(1))
+        two = trained(directory / f"bfloat16-{stage}", (*once, *sharded(stage)))
+        assert_same(one.checkpoint(1), two.checkpoint(1), SUMMED)

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from midflight.errors import MissingExtraError
-from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of
+from midflight.models.loading import Named, save_description, saved_buffers_of
+from midflight.models.policy import PackedPolicy
 from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
+from midflight.trainer.precision import ComputedPolicy
 from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_on_first_rank
 from midflight.trainer.shards import DEFAULT_BUCKET_BYTES, in_buckets
-from midflight.trainer.single import OptimizerSettings
+from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, TensorSpec
-from midflight.weights.specs import dtype_name, specs_of
+from midflight.weights.specs import specs_of
 
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
-class DeepSpeedTrainer:
+class DeepSpeedTrainer(SingleProcessTrainer):
     """Implements TrainerBackend; all ranks call the same methods in the same order.
 
     Each rank has a whole proximal policy with ZeRO-2; there can be none with ZeRO-3.
@@ -49,30 +51,18 @@ class DeepSpeedTrainer:
         device: torch.device | str = "cpu",
     ) -> None:
         """Raises: MissingExtraError without the package deepspeed."""
-        self._model_path, self._settings, self._policy_settings = model_path, optimizer, policy
-        self._sender, self._device = sender, torch.device(device)
+        super().__init__(model_path, optimizer, sender, policy, device)
         self._num_ranks, self._zero_stage = num_ranks, zero_stage
         self._deepspeed = _import_deepspeed(self._device.type)
         self._has_gradients = False
-        self._proximal: dict[str, Tensor] | None = None
 
     def init(self, rank: int) -> None:
         """Load the model and announce the weights it will publish."""
-        self._rank = rank
-        self._tokenizer = load_tokenizer(self._model_path)
-        self._policy = build_policy(self._model_path, self._policy_settings).to(self._device)
-        self._parameters = dict(self._policy.named_parameters())
-        self._published = dict(self._policy.model.named_parameters())
-        self._shapes: dict[Tensor, tuple[int, ...]] = {
-            parameter: tuple(parameter.shape) for parameter in self._parameters.values()
-        }
-        unrounded = [each.detach().clone() for each in self._parameters.values()] if self._is_rounded else []
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            betas=self._settings.betas,
-            weight_decay=self._settings.weight_decay,
-            fused=True,
-        )
+        super().init(rank)
+        self._published = dict(self.model.named_parameters())
+        # With ZeRO-3 a rank's parameters are empty between their uses.
+        self._shapes: dict[Tensor, tuple[int, ...]] = {each: tuple(each.shape) for each in self._trained.values()}
+        unrounded = [each.detach().clone() for each in self._trained.values()] if self._is_rounded else []
         os.environ["LOCAL_RANK"] = str(rank)  # the rest DeepSpeed asks torch.distributed for
         self._engine, *_ = self._deepspeed.initialize(
             model=self._policy, optimizer=self._optimizer, config=self._deepspeed_config()
@@ -80,9 +70,14 @@ class DeepSpeedTrainer:
         if self._zero_stage == 3:
             self._register_head()
         self._make_moments()
-        for parameter, whole in zip(self._parameters.values(), unrounded, strict=False):
+        for parameter, whole in zip(self._trained.values(), unrounded, strict=False):
             self._set(parameter, whole)
-        self._sender.announce(self._specs(self._published, self._policy_settings.dtype))
+
+    def _build_policy(self) -> PackedPolicy:
+        return build_policy(self._model_path, self._policy_settings).to(self._device)
+
+    def _computed_policy(self) -> ComputedPolicy:
+        return ComputedPolicy(self._policy, torch.float32)  # DeepSpeed has the masters
 
     @property
     def _is_rounded(self) -> bool:
@@ -94,7 +89,7 @@ class DeepSpeedTrainer:
             "train_micro_batch_size_per_gpu": 1,
             # step() ends an accumulation, of however many passes there were.
             "managed_gradient_accumulation": False,
-            "gradient_clipping": self._settings.max_grad_norm,
+            "gradient_clipping": self._optimizer_settings.max_grad_norm,
             "bf16": {"enabled": self._is_rounded},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
@@ -108,7 +103,7 @@ class DeepSpeedTrainer:
 
     def _register_head(self) -> None:
         """The policy multiplies by the output head's weights itself, without the head's forward pass."""
-        for parameter in self._policy.model.get_output_embeddings().parameters():
+        for parameter in self.model.get_output_embeddings().parameters():
             self._deepspeed.zero.register_external_parameter(self._policy, parameter)
 
     def _make_moments(self) -> None:
@@ -125,14 +120,7 @@ class DeepSpeedTrainer:
 
     def remember_proximal(self) -> None:
         assert self._zero_stage == 2, "no rank has the whole policy"
-        self._proximal = None  # frees the one before it first
-        self._proximal = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-
-    @torch.no_grad()
-    def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
-        assert self._proximal is not None, "nothing was remembered"
-        scores, values = torch.func.functional_call(self._policy, self._proximal, (microbatch,))
-        return PolicyOutputs(scores.logprobs, scores.entropy, values)
+        super().remember_proximal()
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks, and losses have the whole batch's denominator.
@@ -149,9 +137,6 @@ class DeepSpeedTrainer:
         applied = self._engine.was_step_applied()
         return OptimizerStep(float(self._engine.get_global_grad_norm()), skipped=not applied)
 
-    def publish_weights(self, version: int) -> None:
-        self._sender.send(version, self._published_weights())
-
     def _published_weights(self) -> Iterator[Named]:
         def num_bytes(parameter: Tensor) -> int:
             """Of the whole of it; a rank may have no part."""
@@ -164,21 +149,18 @@ class DeepSpeedTrainer:
 
     def save(self, directory: Path) -> None:
         """The files that a single process writes, from the masters."""
-        model = self._policy.model
-        buffers = saved_buffers_of(model)
+        buffers = saved_buffers_of(self.model)
         specs = [*self._specs(self._published), *specs_of(buffers)]
-        self._save(directory, MODEL, specs, itertools.chain(self._masters(self._published), buffers.items()))
+        masters = itertools.chain(self._masters(self._published), buffers.items())
+        save_on_first_rank(self._rank, directory, MODEL, specs, masters)
         if self._rank == 0:
-            save_description(model, self._tokenizer, directory)
-        self._save(directory, OPTIMIZER, *self._states())
+            save_description(self.model, self._tokenizer, directory)
+        save_on_first_rank(self._rank, directory, OPTIMIZER, *self._states())
         if self._policy.value_head is not None:
             of_head = dict(self._policy.value_head.named_parameters())
-            self._save(directory, VALUE_HEAD, self._specs(of_head), self._masters(of_head))
+            save_on_first_rank(self._rank, directory, VALUE_HEAD, self._specs(of_head), self._masters(of_head))
         if self._proximal is not None:
-            self._save(directory, PROXIMAL, specs_of(self._proximal), self._proximal.items())
-
-    def _save(self, directory: Path, stem: str, specs: Sequence[TensorSpec], tensors: Iterable[Named]) -> None:
-        save_on_first_rank(self._rank, directory, stem, specs, tensors)
+            self._save(directory, PROXIMAL, self._proximal)
 
     def _masters(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[Named]:
         for name, parameter in parameters.items():
@@ -188,12 +170,12 @@ class DeepSpeedTrainer:
         """What AdamW keeps of every parameter; DeepSpeed's has one count of steps for all of them."""
         (num_steps, *_) = (state[_STEP].cpu() for state in self._optimizer.state.values())
         specs = []
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             specs.append(TensorSpec(f"{_STEP}.{name}", (), "float32"))
             specs += self._specs({f"{moment}.{name}": parameter for moment in _MOMENTS})
 
         def states() -> Iterator[Named]:
-            for name, parameter in self._parameters.items():
+            for name, parameter in self._trained.items():
                 yield f"{_STEP}.{name}", num_steps
                 for moment in _MOMENTS:
                     whole = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
@@ -204,7 +186,7 @@ class DeepSpeedTrainer:
     def load(self, directory: Path) -> None:
         """What any backend saved, on any number of ranks."""
         with SavedTensors(directory, MODEL) as saved:
-            for name, buffer in saved_buffers_of(self._policy.model).items():
+            for name, buffer in saved_buffers_of(self.model).items():
                 saved.fill(buffer, name)
             self._load_masters(saved, self._published)
         if self._policy.value_head is not None:
@@ -213,18 +195,13 @@ class DeepSpeedTrainer:
         with SavedTensors(directory, OPTIMIZER) as saved:
             steps = [float(saved.read(name)) for name in saved.names if name.startswith(f"{_STEP}.")]
             self._set_num_steps(max(steps, default=0.0))
-            for name, parameter in self._parameters.items():
+            for name, parameter in self._trained.items():
                 for moment in _MOMENTS:
                     whole = torch.zeros(self._shapes[parameter], device=self._device)
                     if (key := f"{moment}.{name}") in saved.names:
                         saved.fill(whole, key)
                     self._set(parameter, whole, moment)
-        if any(directory.glob(f"{PROXIMAL}*")):
-            self.remember_proximal()
-            assert self._proximal is not None
-            with SavedTensors(directory, PROXIMAL) as saved:
-                for name, tensor in self._proximal.items():
-                    saved.fill(tensor, name)
+        self._load_proximal(directory)
 
     def _load_masters(self, saved: SavedTensors, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in parameters.items():
@@ -255,8 +232,9 @@ class DeepSpeedTrainer:
         for state in self._optimizer.state.values():
             state[_STEP].fill_(num_steps)
 
-    def _specs(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
-        return [TensorSpec(name, self._shapes[each], dtype_name(dtype)) for name, each in parameters.items()]
+    def _specs(self, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
+        """The masters' specs."""
+        return [TensorSpec(name, self._shapes[each], "float32") for name, each in parameters.items()]
 
 
 def _two_tokens() -> Microbatch:

@@ -169,10 +169,7 @@ class SingleProcessTrainer:
         self._computed.refresh()
         if self._policy.value_head is not None:
             _fill(self._policy.value_head.state_dict(), directory, VALUE_HEAD)
-        if any(directory.glob(f"{PROXIMAL}*")):
-            self.remember_proximal()
-            assert self._proximal is not None
-            _fill(self._proximal, directory, PROXIMAL)
+        self._load_proximal(directory)
         # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
         self._optimizer.state.clear()
         with SavedTensors(directory, OPTIMIZER) as saved:
@@ -184,6 +181,12 @@ class SingleProcessTrainer:
                 else:
                     of_parameter[kind] = torch.empty_like(self._trained[name], requires_grad=False)
                     saved.fill(of_parameter[kind], key)
+
+    def _load_proximal(self, directory: Path) -> None:
+        if any(directory.glob(f"{PROXIMAL}*")):
+            self.remember_proximal()
+            assert self._proximal is not None
+            _fill(self._proximal, directory, PROXIMAL)
 
     def _published_weights(self) -> Iterator[Named]:
         return published_weights(self._policy, self._policy_settings.dtype, gathered)

@@ -15,11 +15,13 @@ from midflight.testing.tiny_models import tiny_model
 from midflight.trainer.saved_tensors import SavedTensors, save_tensors
 from midflight.weights.specs import specs_of
 
-TENSORS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(4), "step": torch.tensor(2.0), "c": torch.zeros(2, 2)}
+TENSORS = {"b": torch.ones(4), "a": torch.arange(6.0).reshape(3, 2), "step": torch.tensor(2.0), "c": torch.zeros(2, 2)}
 
 
 @pytest.mark.parametrize(
-    ("file_bytes", "num_files"), [(1 << 20, 1), (40, 2), (1, 4)], ids=["one", "some", "one of each"]
+    ("file_bytes", "num_files"),
+    [(1 << 20, 1), (40, 2), (20, 3), (1, 4)],
+    ids=["one", "some", "larger than a file", "one of each"],
 )
 def test_what_was_saved_is_read(tmp_path: Path, file_bytes: int, num_files: int) -> None:
     save_tensors(tmp_path, "things", specs_of(TENSORS), TENSORS.items(), file_bytes)

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import midflight.launch.worker_process as worker_process
+import midflight.run.worker_process as worker_process
 from midflight.config import load_recipe
+from midflight.config.run_directory import RunDirectory
 from midflight.launch.build import join_training
-from midflight.launch.run_directory import RunDirectory, create_run
-from midflight.launch.supervisor import Supervisor
-from midflight.launch.worker_process import WorkerBody, WorkerContext, start_together
+from midflight.run.directory import create_run
+from midflight.run.supervisor import Supervisor
+from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 SETTINGS = ("supervisor.backoff_s=0", "trainer.backend=fsdp", "trainer.num_ranks=2")

@@ -16,11 +16,11 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from ctypes import c_uint64
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from midflight.errors import WorkerError
 from midflight.run.worker_process import WorkerBody, WorkerContext, run_worker
 
 _STOP_TIMEOUT_S = 60.0
-_EXIT_CODE_TIMEOUT_S = 1.0  # the fork server, which knows exit codes, may be stopped
+_EXIT_CODE_TIMEOUT_S = 5.0  # the fork server, which knows exit codes, may be stopped
 _UNKNOWN_EXIT_CODE = 255  # of a process that outlived its fork server
 _MAX_BACKOFF_S = 60.0
 # Time in which the supervisor itself did not run, as after Ctrl-Z, is not held against the processes.
@@ -57,7 +57,11 @@ class _Worker:
         )
         try:
             self.process.start()
-            self.sentinel = _sentinel(self.process)
+            self.sentinel = self.process.sentinel  # ready at its end; of a fork, also at the end of the fork server
+            if sys.platform == "linux":
+                assert self.process.pid is not None
+                self.sentinel = os.pidfd_open(self.process.pid)
+                weakref.finalize(self, os.close, self.sentinel)
         except (EOFError, OSError):  # a process that was started all the same ends when `connection` does
             connection.close()
             raise
@@ -98,16 +102,6 @@ class _Worker:
         self.send_signal(signal.SIGKILL)
         wait([self.sentinel])
         self.connection.close()
-        if self.sentinel != self.process.sentinel:
-            os.close(self.sentinel)
-
-
-def _sentinel(process: BaseProcess) -> int:
-    """A descriptor that is ready when the process has ended: elsewhere than on Linux also when its fork server has."""
-    if sys.platform == "linux":
-        assert process.pid is not None
-        return os.pidfd_open(process.pid)
-    return process.sentinel
 
 
 class Supervisor:

@@ -97,8 +97,8 @@ def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _request_stop)
     torch.set_num_interop_threads(1)
-    threading.Thread(target=_end_with_supervisor, args=(name, context), daemon=True).start()
     with context.run.worker_locked(name):
+        threading.Thread(target=_end_with_supervisor, args=(name, context), daemon=True).start()
         try:
             if not context.is_orphan():  # or the run may have gone on without it before it took the lock
                 _run(body, name, context)

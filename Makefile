@@ -21,9 +21,9 @@ faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -s tests/faults > faults.log || (cat faults.log; exit 1)
 	@grep -c "fault: " faults.log
 
-# Twenty runs that are killed at random moments, instead of the two in `make test`.
+# Runs of which 25 processes each are killed at random moments, instead of the four in `make test`.
 kills: $(VENV)/.dev
-	MIDFLIGHT_KILL_RUNS=20 $(BIN)/python -m pytest tests/faults/test_run_kill.py
+	MIDFLIGHT_KILLS=25 $(BIN)/python -m pytest -s tests/faults/test_random_kills.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

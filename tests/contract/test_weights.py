@@ -5,6 +5,7 @@ As a program, this file is the sender of a test: `test_weights.py hammer|die|ham
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -457,6 +458,33 @@ def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver:
         assert assert_whole(receiver.receive()) == 7
         sender.send(8, filled(8).items())
     assert assert_whole(receiver.receive()) == 8
+
+
+def test_a_sender_without_room_uses_its_spare_path(
+    path: Path, tmp_path: Path, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare, notes = tmp_path / "disk" / "weights", list[str]()
+    spare.parent.mkdir()
+    set_aside = os.posix_fallocate
+
+    def refuse_in_memory(descriptor: int, offset: int, size: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().parent == path.parent:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        set_aside(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse_in_memory)
+    for version in range(2):  # the second sender goes on in the file of the first
+        with closing(SharedMemorySender(path, spare, notes.append)) as sender:
+            sender.announce(specs_of(HAMMERED))
+            sender.send(version, filled(version).items())
+        assert assert_whole(receiver.receive()) == version
+    assert len(notes) == 1
+    assert f"No space left on device; weights go through {spare}" in notes[0]
+    sender.unlink()
+    assert not spare.exists()
+    assert receiver.newest_version() is None
+    with closing(SharedMemorySender(path)) as sender, pytest.raises(WeightUpdateError, match="cannot set aside"):
+        sender.announce(specs_of(HAMMERED))
 
 
 # --- files ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -211,6 +212,42 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_older_one_and_loses_nothing(tmp_p
     assert summary["steps"] == 4
     assert summary["samples"] == 4 * 16
     check_accounts(summary)
+
+
+SMALL_MEMORY = """
+set -e
+mount -t tmpfs -o size=2m none /dev/shm
+mkdir -p "$1"
+mount -t tmpfs -o size=$2m none "$1"
+$3 train $4 run.directory=$1/run trainer.max_steps=2 $5 --json || echo "code $?"
+ls -A /dev/shm "$1/run"
+"""
+
+
+def train_in_small_memory(tmp_path: Path, disk_mb: int) -> subprocess.CompletedProcess[str]:
+    """With 2 MB of shared memory, as a container has little of it; three times the weights are 7.2 MB."""
+    settings = " ".join((*SMALL, "eval.num_problems=0"))
+    arguments = [str(tmp_path / "disk"), str(disk_mb), " ".join(command()), str(RECIPE), settings]
+    shell = ["unshare", "--mount", "--map-root-user", "bash", "-c", SMALL_MEMORY, "bash", *arguments]
+    return subprocess.run(shell, capture_output=True, text=True, timeout=240)
+
+
+@needs_namespaces
+def test_weights_go_through_a_file_where_shared_memory_is_too_small(tmp_path: Path) -> None:
+    done = train_in_small_memory(tmp_path, disk_mb=64)
+    summary, end = json.JSONDecoder().raw_decode(done.stdout)
+    assert (summary["steps"], summary["restarts"]) == (2, {}), done.stderr
+    assert done.stderr.count("No space left on device; weights go through ") == 1
+    left = done.stdout[end:].split()
+    assert not [name for name in left if name.startswith(("midflight-", "weights"))]
+
+
+@needs_namespaces
+def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None:
+    done = train_in_small_memory(tmp_path, disk_mb=3)
+    assert done.stdout.startswith("code 1\n")
+    assert re.search(r"^midflight: .*cannot set aside 7.2 MB: No space left on device$", done.stderr.splitlines()[-1])
+    assert "summary.json" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,10 @@ def train(recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pipes, processes = [], []
+        alive, _ = (stack.enter_context(end) for end in spawn.Pipe(duplex=False))
         for rank in range(recipe.trainer.num_ranks):
             ours, theirs = spawn.Pipe()
-            context = WorkerContext(recipe, run, weights_directory, theirs, RawValue(c_uint64), num_restarts=0)
+            context = WorkerContext(recipe, run, weights_directory, theirs, alive, RawValue(c_uint64), num_restarts=0)
             body = functools.partial(trainer_body, rank=rank)
             process = spawn.Process(target=run_worker, args=(body, trainer_role(rank), context))
             process.start()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import midflight
 from midflight.actor.partials import PartialBuffer
 from midflight.config import load_recipe
 from midflight.config.run_directory import RunDirectory
+from midflight.errors import StreamError
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import read_metrics
 from midflight.run.resuming import actor_checkpoint
@@ -67,6 +67,18 @@ def command(*arguments: str | Path) -> list[str]:
 @contextmanager
 def training(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def serving(run: RunDirectory) -> Iterator[subprocess.Popen[str]]:
+    """An engine that generates for the run."""
+    arguments = ("serve", run.config, "--join", run.path, "serve.port=0", "engine.threads=1")
+    command = [sys.executable, "-m", "midflight", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -131,19 +143,20 @@ def pid_of(role: str, supervisor: int) -> int:
 
 def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
     """Those that are still in the stream, by offset; the trainer keeps what it could need again."""
-    with closing(sqlite3.connect(run.batches)) as database:
-        (first,) = database.execute("SELECT min(offset) FROM records").fetchone()
-    if first is None:
-        return {}
+    first = 0
     with closing(open_batches(run, load_recipe(run.config))) as batches:
+        try:
+            batches.read(first, timeout_s=0)
+        except StreamError as error:
+            first = int(str(error).rpartition("the stream starts at ")[2])
         return dict(enumerate(batches.read(first, 10**6, timeout_s=0), first))
 
 
 def waiting_of(run: RunDirectory) -> dict[int, ChosenBatch]:
     """Those that were handed over and not preprocessed, by index."""
-    if not run.groups.exists():
-        return {}
     recipe = load_recipe(run.config)
+    if recipe.preprocess.process != "own":
+        return {}
     with closing(open_batches(run, recipe)) as batches, closing(open_groups(run, recipe)) as groups:
         first = batches.next_offset()
         return dict(enumerate(groups.read(first, 10**6, timeout_s=0), first))
@@ -175,7 +188,7 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
     assert set(known) <= set(range(checkpoint.state.next_group_id))
     assert checkpoint.state.next_group_id - len(known) == first * BATCH_SIZE // GROUP_SIZE
     assert {rollout.group_id for rollout in checkpoint.rollouts} <= set(checkpoint.state.open_group_ids)
-    for microbatch in (microbatch for batch in batches.values() for microbatch in batch.microbatches[0]):
+    for microbatch in (each for batch in batches.values() for share in batch.microbatches for each in share):
         ends = np.cumsum(microbatch.sequence_lengths)
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             own = slice(start, end)
@@ -202,7 +215,7 @@ def saved_partials(run: RunDirectory) -> list[Rollout]:
 
 def sequences(batch: TrainingBatch) -> Iterator[GeneratedTokens]:
     """The sampled tokens of every sequence in a batch."""
-    for microbatch in batch.microbatches[0]:
+    for microbatch in (each for share in batch.microbatches for each in share):
         ends = np.cumsum(microbatch.sequence_lengths).tolist()
         for start, end in zip([0, *ends], ends, strict=False):
             sampled = start + np.flatnonzero(microbatch.loss_mask[start:end])

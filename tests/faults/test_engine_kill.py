@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -23,6 +21,7 @@ from faults.runs import (
     long_sums,
     num_lines,
     saved_partials,
+    serving,
     training,
 )
 from midflight.config.run_directory import RunDirectory
@@ -38,17 +37,6 @@ REMOTE = (
     "schedule.num_in_flight=16",
     f"schedule.max_lag={MAX_LAG}",
 )
-
-
-@contextmanager
-def serving(run: RunDirectory) -> Iterator[subprocess.Popen[str]]:
-    arguments = ("serve", run.config, "--join", run.path, "serve.port=0", "engine.threads=1")
-    command = [sys.executable, "-m", "midflight", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def url_of(server: subprocess.Popen[str]) -> str:

@@ -1,15 +1,10 @@
-"""Whole runs whose processes are killed at random moments and that go on: no group is lost or trained on twice.
-
-$MIDFLIGHT_KILL_RUNS is how many runs, without it two; `make kills` does more of them than the tests.
-"""
+"""Runs that end with the death of a process and are resumed: no group is lost or trained on twice."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +18,6 @@ from faults.runs import (
     TIMEOUT_S,
     batches_of,
     check_books,
-    check_counts,
     check_none_was_started_anew,
     is_running,
     long_sums,
@@ -36,61 +30,10 @@ from faults.runs import (
     waiting_of,
 )
 from midflight.config.run_directory import RunDirectory
-from midflight.types import ChosenBatch, TrainingBatch
 
 pytestmark = pytest.mark.slow
 
 ENDS = ("supervisor.max_restarts=0",)  # a process that dies ends the run, which goes on when it is resumed
-VICTIMS = ["trainer", "rollout", "grader", "supervisor", "preprocess"]
-# Each victim with each schedule in twenty runs; by default one whose trainer and one whose preprocessing dies.
-NUM_RUNS = os.environ.get("MIDFLIGHT_KILL_RUNS")
-RUNS = range(int(NUM_RUNS)) if NUM_RUNS else (0, VICTIMS.index("preprocess"))
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("index", RUNS)
-def test_whatever_is_killed_no_group_is_lost_or_trained_twice(tmp_path: Path, index: int) -> None:
-    chance = random.Random(f"kills {index}")
-    victim, schedule = VICTIMS[index % len(VICTIMS)], SCHEDULES[index % len(SCHEDULES)]
-    preprocess = "own" if victim == "preprocess" or chance.random() < 0.5 else "rollout"
-    settings = (*SETTINGS, *ENDS, *schedule, f"preprocess.process={preprocess}")
-    run = RunDirectory(tmp_path / "run")
-    with training(RECIPE, f"run.directory={run.path}", *settings) as process:
-        at_step = chance.randint(1, 16)
-        wait_for(process, lambda: num_lines(run) >= at_step)
-        time.sleep(chance.uniform(0, 0.2))  # waits for nothing: without it all die just after a line was written
-        os.kill(pid_of(victim, process.pid), signal.SIGKILL)
-        if victim == "grader":
-            killed_at = num_lines(run)
-            wait_for(process, lambda: num_lines(run) >= killed_at + 8)
-            process.send_signal(signal.SIGINT)
-        if victim == "supervisor":
-            process.wait()
-        else:
-            _, stderr = process.communicate(timeout=TIMEOUT_S)
-    before: dict[int, TrainingBatch] = {}
-    handed_over: dict[int, ChosenBatch] = {}
-    match victim:
-        case "supervisor":
-            assert process.returncode == -signal.SIGKILL
-        case "grader":
-            assert process.returncode == 130, stderr
-            check_books(run, json.loads(run.summary.read_text()))
-        case _:
-            assert process.returncode == 1, stderr
-            assert f"the {victim} process was killed by signal 9" in stderr
-            check_counts(json.loads(run.summary.read_text()))
-            before = batches_of(run)
-            handed_over = waiting_of(run)
-    num_steps = num_lines(run) + 12
-    summary, _ = resume(run, num_steps)
-    assert summary["steps"] == num_steps
-    check_books(run, summary)
-    after = batches_of(run)
-    for offset in before.keys() & after.keys():
-        assert after[offset].group_ids == before[offset].group_ids
-    for offset in handed_over.keys() & after.keys():
-        assert after[offset].group_ids == [group.group_id for group in handed_over[offset].groups]
 
 
 @pytest.mark.timeout(400)

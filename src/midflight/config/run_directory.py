@@ -64,6 +64,11 @@ class RunDirectory:
         return self.path / "streams" / "partials.sqlite"
 
     @property
+    def spare_weights(self) -> Path:
+        """The file that weights are shared through if shared memory is too small."""
+        return self.path / "weights.shared"
+
+    @property
     def engines(self) -> Path:
         """Where servers that generate for this run say where they are."""
         return self.path / "engines"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from midflight.config import Recipe
@@ -10,11 +11,13 @@ from midflight.weights.files import FileReceiver, FileSender
 from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 
-def open_sender(recipe: Recipe, run: RunDirectory, shared: Path) -> SharedMemorySender | FileSender:
-    """`shared`: a path in the memory of this machine."""
+def open_sender(
+    recipe: Recipe, run: RunDirectory, shared: Path, note: Callable[[str], object]
+) -> SharedMemorySender | FileSender:
+    """`shared`: a path in the memory of this machine. `note` is for the user."""
     if recipe.weights.type == "files":
         return FileSender(_directory(recipe, run))
-    return SharedMemorySender(shared)
+    return SharedMemorySender(shared, run.spare_weights, note)
 
 
 def open_receiver(recipe: Recipe, run: RunDirectory, shared: Path) -> SharedMemoryReceiver | FileReceiver:

@@ -86,7 +86,7 @@ def _evaluate(recipe: Recipe, model: Path | None, when: str, console: Any) -> di
 def _train(
     recipe: Recipe, run: RunDirectory, num_restarts: Counter[str], say: Callable[[str], None], console: Any
 ) -> None:
-    with _weights_directory() as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
+    with _weights_directory(run) as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
         tail = MetricsTail(run.metrics)
         supervisor = Supervisor(recipe, run, weights_directory, worker_bodies(recipe), num_restarts, say)
 
@@ -110,12 +110,15 @@ def _train(
 
 
 @contextlib.contextmanager
-def _weights_directory() -> Iterator[Path]:
+def _weights_directory(run: RunDirectory) -> Iterator[Path]:
     """A place for the shared weights: in memory where the system has such a directory."""
     shared_memory = Path("/dev/shm")
     parent = shared_memory if shared_memory.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="midflight-", dir=parent) as directory:
-        yield Path(directory)
+        try:
+            yield Path(directory)
+        finally:
+            run.spare_weights.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,8 @@ def summarize(
     actor = _actor_state(run, recipe)
     num_waiting_groups = _num_waiting_groups(run, recipe, trainer.version)
     lag = lag_metrics(trainer.lag_histogram)
-    lines = [line for line in read_metrics(run.metrics) if line["version"] <= trainer.version]
+    lines = read_metrics(run.metrics) if run.metrics.exists() else []  # it may have failed before its first step
+    lines = [line for line in lines if line["version"] <= trainer.version]
     return {
         "run_directory": str(run.path),
         "eval_before": eval_before,

@@ -4,6 +4,7 @@ waits for      a message or the end of a process
 unblocked by   either; heartbeats are looked at in every `watch`
 
 A process is of a role, as `rollout`; the ranks of one role, `trainer`, `trainer-1`, ..., live and die together.
+Processes are forks of a fork server. They outlive it, and it is started again when it is needed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import os
+import signal
+import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from ctypes import c_uint64
@@ -25,13 +30,15 @@ from midflight.errors import WorkerError
 from midflight.run.worker_process import WorkerBody, WorkerContext, run_worker
 
 _STOP_TIMEOUT_S = 60.0
+_EXIT_CODE_TIMEOUT_S = 5.0  # the fork server, which knows exit codes, may be stopped
+_UNKNOWN_EXIT_CODE = 255  # of a process that outlived its fork server
 _MAX_BACKOFF_S = 60.0
 # Time in which the supervisor itself did not run, as after Ctrl-Z, is not held against the processes.
 _MAX_TICK_S = 1.0
 
 
 def warm_up() -> None:
-    """Import in the background what every worker needs; each of them is a copy of a process that has it."""
+    """Start the fork server unless it runs. It imports in the background what every worker needs."""
     multiprocessing.set_forkserver_preload(["midflight.run.workers"])
     multiprocessing.forkserver.ensure_running()
 
@@ -48,8 +55,18 @@ class _Worker:
         self.process = multiprocessing.get_context("forkserver").Process(
             target=run_worker, args=(body, name, context), name=name
         )
-        self.process.start()
-        context.supervisor.close()
+        try:
+            self.process.start()
+            self.sentinel = self.process.sentinel  # ready at its end; of a fork, also at the end of the fork server
+            if sys.platform == "linux":
+                assert self.process.pid is not None
+                self.sentinel = os.pidfd_open(self.process.pid)
+                weakref.finalize(self, os.close, self.sentinel)
+        except (EOFError, OSError):  # a process that was started all the same ends when `connection` does
+            connection.close()
+            raise
+        finally:
+            context.supervisor.close()
 
     def go(self) -> None:
         """Let it begin, unless it has."""
@@ -65,13 +82,25 @@ class _Worker:
         self._last_beat = beat
 
     def how_it_ended(self) -> str:
-        self.process.join()  # its pipe closes a moment before its exit code is known
+        self.process.join(_EXIT_CODE_TIMEOUT_S)  # its pipe closes a moment before its exit code is known
         exit_code = self.process.exitcode
-        return f"was killed by signal {-exit_code}" if exit_code and exit_code < 0 else f"ended with code {exit_code}"
+        if exit_code is None or exit_code == _UNKNOWN_EXIT_CODE:
+            return "ended"
+        return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with code {exit_code}"
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        return bool(wait([self.sentinel], timeout_s))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """The same as of `process`, which sends none once its fork server is dead."""
+        if not self.has_ended():
+            assert self.process.pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+        self.send_signal(signal.SIGKILL)
+        wait([self.sentinel])
         self.connection.close()
 
 
@@ -96,6 +125,7 @@ class Supervisor:
         self._version_at_crash: dict[str, int] = {}
         self._last_watch_s = time.monotonic()
         self._has_begun = False
+        self._alive, self._living = multiprocessing.Pipe(duplex=False)  # the second end stays in this process
         self.newest_version = 0  # as the metrics say; what counts as progress
 
     def start(self) -> None:
@@ -112,7 +142,7 @@ class Supervisor:
         """
         self._start_due()
         by_connection = {worker.connection: worker for worker in self._workers.values()}
-        by_sentinel = {worker.process.sentinel: worker for worker in self._workers.values()}
+        by_sentinel = {worker.sentinel: worker for worker in self._workers.values()}
         ended = wait([*by_connection, *by_sentinel], timeout_s)
         for item in ended:
             if isinstance(item, Connection):
@@ -130,12 +160,11 @@ class Supervisor:
     def stop(self) -> None:
         """Ask all of them to stop and to write what they have to; kill what does not listen."""
         for worker in self._workers.values():
-            worker.process.terminate()
+            worker.send_signal(signal.SIGTERM)
         for worker in self._workers.values():
-            worker.process.join(_STOP_TIMEOUT_S)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            if not worker.has_ended(_STOP_TIMEOUT_S):
+                worker.send_signal(signal.SIGKILL)
+                wait([worker.sentinel])
 
     def check(self) -> None:
         """Raises: what a process reported and nobody has heard yet, such as a disk that was full when it stopped."""
@@ -148,9 +177,13 @@ class Supervisor:
                 ours, theirs = multiprocessing.Pipe()
                 heartbeat, num_restarts = RawValue(c_uint64), self._num_restarts[role]
                 context = WorkerContext(
-                    self._recipe, self._run, self._weights_directory, theirs, heartbeat, num_restarts
+                    self._recipe, self._run, self._weights_directory, theirs, self._alive, heartbeat, num_restarts
                 )
-                self._workers[name] = _Worker(name, body, context, ours)
+                try:
+                    self._workers[name] = _Worker(name, body, context, ours)
+                except (EOFError, OSError) as error:
+                    self._restart(role, f"the {name} process could not be started ({error!r})")
+                    return
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -220,6 +253,7 @@ class Supervisor:
             )
         delay_s = min(settings.backoff_s * 2 ** (in_a_row - 1), _MAX_BACKOFF_S)
         self._report(f"{why}; it is started again in {delay_s:g} s")
+        warm_up()
         self._due_s[role] = time.monotonic() + delay_s
         self._num_restarts[role] += 1
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import select
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
 
 _WAIT_SLICE_S = 0.2
+# Less than a resumed run waits for the workers of the last one.
+_ORPHAN_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class WorkerContext:
     run: RunDirectory
     weights_directory: Path
     supervisor: Connection
+    alive: Connection  # nothing is ever sent; it closes with the supervisor, which alone has the other end
     heartbeat: Any  # a c_uint64 in shared memory
     num_restarts: int  # of this role, before this process
 
@@ -48,7 +52,12 @@ class WorkerContext:
 
     def is_orphan(self) -> bool:
         """Whether the supervisor was killed."""
-        return bool(_end_of_parent().poll(0))
+        return bool(_hang_up_of(self.alive.fileno()).poll(0))
+
+    def remove_weights(self) -> None:
+        """Another worker may do the same at the same time."""
+        shutil.rmtree(self.weights_directory, ignore_errors=True)
+        self.run.spare_weights.unlink(missing_ok=True)
 
     @property
     def weights_path(self) -> Path:
@@ -66,15 +75,15 @@ class WorkerContext:
 
 
 _stop_requested = False
+_has_begun = threading.Event()
 
 
 @functools.cache
-def _end_of_parent() -> select.poll:
-    """What can be read from when the supervisor is gone; asked at every token, where `is_alive` would cost 25 us."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def _hang_up_of(*descriptors: int) -> select.poll:
+    """A poll that reports when the other end of one of these is closed. Kept: workers ask at every token."""
     poll = select.poll()
-    poll.register(parent.sentinel, select.POLLIN)
+    for descriptor in descriptors:
+        poll.register(descriptor, 0)
     return poll
 
 
@@ -89,12 +98,13 @@ def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
     signal.signal(signal.SIGTERM, _request_stop)
     torch.set_num_interop_threads(1)
     with context.run.worker_locked(name):
+        threading.Thread(target=_end_with_supervisor, args=(name, context), daemon=True).start()
         try:
             if not context.is_orphan():  # or the run may have gone on without it before it took the lock
                 _run(body, name, context)
         finally:
             if context.is_orphan():  # nobody else is left to remove them; another worker may be at it too
-                shutil.rmtree(context.weights_directory, ignore_errors=True)
+                context.remove_weights()
 
 
 def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
@@ -119,6 +129,22 @@ def start_together(context: WorkerContext) -> None:
         context.supervisor.recv()
     except (EOFError, OSError):
         raise SystemExit(0) from None
+    _has_begun.set()
+
+
+def _end_with_supervisor(name: str, context: WorkerContext) -> None:
+    """End this process if it is left alone where it does not ask whether it should stop, as in a collective.
+
+    Before it has begun it has nothing to write. Later it gets time for its step and its checkpoint.
+    The supervisor also closes the connection of a process that it could not start properly.
+    """
+    _hang_up_of(context.alive.fileno(), context.supervisor.fileno()).poll()
+    if _has_begun.is_set():
+        time.sleep(_ORPHAN_GRACE_S)
+    print(f"the {name} process ends: its supervisor is gone and it did not stop", file=sys.stderr, flush=True)
+    if context.is_orphan():
+        context.remove_weights()
+    os._exit(1)
 
 
 def _redirect_output(log: Path) -> None:

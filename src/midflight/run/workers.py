@@ -54,10 +54,13 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     torch.manual_seed(recipe.run.seed)
     # All ranks are started again together, and the file they met at before is used up.
     meeting_point = context.weights_directory / f"ranks-{context.num_restarts}"
+    note = functools.partial(context.tell, "note")
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_training(recipe, rank, meeting_point))
         sender = (
-            None if rank else stack.enter_context(contextlib.closing(open_sender(recipe, run, context.weights_path)))
+            None
+            if rank
+            else stack.enter_context(contextlib.closing(open_sender(recipe, run, context.weights_path, note)))
         )
         backend = build_trainer(recipe, sender or WeightDrain(), ranks)
         backend.init(rank)

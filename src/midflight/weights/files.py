@@ -159,4 +159,4 @@ def _open_doorbell(directory: Path) -> Doorbell:
     try:
         return Doorbell(directory / f"{_NEWEST}.sent")
     except OSError as error:
-        raise WeightUpdateError(f"cannot wait at {error.filename}: {error.strerror}") from error
+        raise WeightUpdateError(f"cannot wait in {directory}: {error.strerror}") from error

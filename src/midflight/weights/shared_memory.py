@@ -12,8 +12,9 @@ was, and a receiver only ever reads the file.
 
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from midflight.weights.slot_file import (
     VERSION,
     Fence,
     SlotFile,
+    SlotLayout,
     create,
     lay_out,
 )
@@ -44,8 +46,11 @@ class SharedMemorySender:
     Raises: WeightUpdateError if weights are not as announced, or the file does not fit or is something else.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, spare: Path | None = None, note: Callable[[str], object] = lambda text: None
+    ) -> None:
+        """`spare`: where the file is made if `path` has no room for it; `path` is then a link, and `note` is told."""
+        self._path, self._spare, self._note = path, spare, note
         self._file: SlotFile | None = None
         self._views: list[dict[str, Tensor]] = []
         self._sent: Doorbell | None = None
@@ -59,7 +64,7 @@ class SharedMemorySender:
             self._file = SlotFile(self._path, writable=True)
         if self._file is None or self._file.layout != layout:
             self.close()
-            create(self._path, layout)
+            self._create(layout)
             self._file = SlotFile(self._path, writable=True)
         self._views = [layout.views(torch.from_numpy(slot)) for slot in self._file.slots]
         self._sent = _open_doorbell(self._path)
@@ -95,8 +100,22 @@ class SharedMemorySender:
     def unlink(self) -> None:
         """Remove the file: receivers then see no weights until a sender announces again."""
         self.close()
+        if self._path.is_symlink():
+            self._path.readlink().unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
         _doorbell_path(self._path).unlink(missing_ok=True)
+
+    def _create(self, layout: SlotLayout) -> None:
+        try:
+            create(self._path, layout)
+        except WeightUpdateError as error:
+            cause = error.__cause__
+            if self._spare is None or not isinstance(cause, OSError) or cause.errno != errno.ENOSPC:
+                raise
+            self._note(f"{error}; weights go through {self._spare} instead, which may be slower")
+            create(self._spare, layout)
+            self._path.unlink(missing_ok=True)
+            self._path.symlink_to(self._spare)
 
 
 class SharedMemoryReceiver:
@@ -182,4 +201,4 @@ def _open_doorbell(path: Path) -> Doorbell:
     try:
         return Doorbell(_doorbell_path(path))
     except OSError as error:
-        raise WeightUpdateError(f"cannot wait at {error.filename}: {error.strerror}") from error
+        raise WeightUpdateError(f"cannot wait at {_doorbell_path(path)}: {error.strerror}") from error

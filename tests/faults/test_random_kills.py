@@ -110,7 +110,11 @@ class Victims:
 
     def _role(self, pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_text()
-        for text, role in {"resource_tracker": "resource tracker", "spawn_main": "grader", "\0serve\0": "engine"}.items():
+        for text, role in {
+            "resource_tracker": "resource tracker",
+            "spawn_main": "grader",
+            "\0serve\0": "engine",
+        }.items():
             if text in command:
                 return role
         if "forkserver" not in command:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ import pytest
 from contract.generating import LONG, drain, requests
 from midflight.concurrency.background import run_in_background
 from midflight.errors import RequestError
+from midflight.generation import members
 from midflight.generation.client import HTTPGenerator
-from midflight.generation.pool import EnginePool
+from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, RolloutId
@@ -24,8 +28,8 @@ OLD, NEW = weights_of(tiny_model()), weights_of(tiny_model(seed=1))
 def pool_of_one() -> EnginePool:
     pool = EnginePool(0, OLD)
     pool.join("embedded", tiny_engine(tiny_model(), max_update_pause_s=1e-9))
-    while pool.update_pending:
-        pool.step()
+    while not pool.wait_for_member():
+        pass
     return pool
 
 
@@ -38,12 +42,27 @@ def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
     ended = threading.Event()
     pool = EnginePool(0, OLD, run=run_in_background, ended=ended)
     for name in ("one", "two", "three"):
-        server = HTTPGenerator(start_server().url, chunk_tokens=1, ended=ended)
-        pool.join(name, server, server.close)
-    while pool.update_pending:
+        join(pool, name, start_server().url, ended)
+    while pool.num_engines < 3:
         pool.step()
     yield pool
     pool.close()
+
+
+class Notes:
+    """What a pool says of its members."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.hooks = PoolHooks(say=self._say, left=self._say)
+
+    def _say(self, name: str, text: str) -> None:
+        self.said.append(f"{name} {text}")
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
 
 
 def assert_same(one: Completion, other: Completion) -> None:
@@ -131,3 +150,91 @@ def test_an_update_of_one_engine_in_process_is_the_engines_own() -> None:
         ]
     assert num_pending > 1
     assert not pool.num_in_flight
+
+
+@contextmanager
+def held_up(running: Any, app: Any, path: str) -> Iterator[tuple[str, threading.Event]]:
+    """The same application at another URL, where it answers nothing at this path while the event is cleared."""
+    free = threading.Event()
+
+    async def held_up_app(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") == path:
+            await asyncio.to_thread(free.wait)
+        await app(scope, receive, send)
+
+    with running(held_up_app) as url:
+        try:
+            yield url, free
+        finally:
+            free.set()
+
+
+def join(pool: EnginePool, name: str, url: str, ended: threading.Event) -> None:
+    server = HTTPGenerator(url, chunk_tokens=1, ended=ended)
+    pool.join(name, server, server.close)
+
+
+def update(pool: EnginePool, version: int) -> list[Completion]:
+    completions: list[Completion] = []
+    pool.update_weights(version, NEW)
+    while pool.update_pending:
+        completions += pool.step()
+    return completions
+
+
+def test_a_server_that_cannot_connect_back_keeps_nobody_from_new_weights(
+    start_server: Any, running: Any, notes: Notes
+) -> None:
+    ended = threading.Event()
+    with (
+        closing(EnginePool(0, OLD, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool,
+        held_up(running, start_server().app, "/init_process_group") as (walled_in, _),
+    ):
+        join(pool, "good", start_server().url, ended)
+        while not pool.wait_for_member():
+            pass
+        join(pool, "walled_in", walled_in, ended)
+        pool.add(requests(4, LONG))
+        done = 0
+        for version in (1, 2, 3):
+            done += len(update(pool, version))
+            assert pool.weight_version == version
+        assert done + len(drain(pool)) == 4
+        assert pool.names == {"good", "walled_in"}
+        assert notes.said == ["good joined with weights of version 0"]
+
+
+def test_a_server_that_is_slow_over_an_update_is_set_aside(
+    start_server: Any, running: Any, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rollouts go on at the other with the tokens they have; it gets requests again with the newest weights."""
+    monkeypatch.setattr(members, "PATIENCE_S", 0.1)
+    ended = threading.Event()
+    server = start_server()
+    with (
+        closing(EnginePool(0, OLD, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool,
+        held_up(running, server.app, "/request_weight_update") as (url, free),
+    ):
+        free.set()
+        join(pool, "good", start_server().url, ended)
+        join(pool, "slow", url, ended)
+        while pool.num_engines < 2:
+            pool.step()
+        free.clear()
+        server.http.post("/pause")
+        pool.add(requests(12, LONG))
+        done: list[Completion] = []
+        for version in (1, 2):
+            done += update(pool, version)
+            assert (pool.weight_version, pool.num_engines) == (version, 1)
+        done += drain(pool).values()
+        assert len(done) == 12
+        assert all((np.diff(each.generated.weight_versions) >= 0).all() for each in done)
+        server.http.post("/resume")
+        free.set()
+        while pool.num_engines < 2:
+            pool.step()
+        assert server.driver.weight_version == 2
+    assert notes.said[2:4] == [
+        "slow gets no requests until it has caught up: it has version 0, and others sample with 1"
+    ]

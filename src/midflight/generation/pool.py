@@ -5,8 +5,8 @@ waits for      a completion, if the members are remote, but not longer than STEP
 unblocked by   that; a member that has got its weights
 
 Invariants: a request in flight is with one member or waits for one. It goes on with the tokens it has, and only at a
-member whose weights are no older than they are: versions never go down along a sequence. A member that joins gets the
-newest weights before any request. One that is lost, or does not take new weights in time, leaves.
+member whose weights are no older than they are: versions never go down along a sequence. A member that is lost, or
+does not take new weights in time, leaves. While it is merely slow, the others go on with its requests.
 """
 
 from __future__ import annotations
@@ -16,67 +16,39 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from midflight.concurrency.background import run_at_once
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
+from midflight.generation.members import Member, Members, Runner
+from midflight.generation.placement import Placement
 from midflight.protocols import Generator
-from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, Int32Array, RolloutId
+from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
-
 STEP_S = 0.05
 DEFAULT_UPDATE_TIMEOUT_S = 60.0
 DEFAULT_JOIN_TIMEOUT_S = 600.0
-# A member may have so many rollouts more than another, so that the siblings of a group share their prompt's prefill.
-_SIBLINGS_AHEAD = 4
 _LOST = (GenerationError, GenerationLostError)
 
 _log = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """Carries out a call that may block: `run_in_background`, or `run_at_once`."""
-
-    def __call__(self, function: Callable[[], T], /) -> Future[T]: ...
+def _log_engine(name: str, text: str) -> None:
+    _log.info("engine %s %s", name, text)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolHooks:
-    """What a pool leaves to whoever knows where its members come from. All are called by the thread of the pool."""
+    """Callbacks to whoever knows where the members come from. All are called by the thread of the pool."""
 
     look: Callable[[EnginePool], object] = lambda pool: None  # at every step: for members to join and leave
-    say: Callable[[str, str], object] = lambda name, text: _log.info("engine %s %s", name, text)  # what became of one
+    say: Callable[[str, str], object] = _log_engine  # a member's name, and what became of it
+    left: Callable[[str, str], object] = _log_engine  # the same of one that is no member any more
     check: Callable[[GenerationRequest], object] = lambda request: None  # raises RequestError: no member could take it
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    version: int
-    sent: Future[None]
-    deadline_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    name: str
-    generator: Generator
-    hang_up: Callable[[], object]
-    version: int | None = None  # of its weights, or an older one; None: it has not got any from here
-    update: _Update | None = None
-    leaves_because: str | None = None  # it gets no more requests, and leaves when the last is done
-    requests: dict[RolloutId, GenerationRequest] = field(default_factory=dict)
-
-    @property
-    def is_open(self) -> bool:
-        return self.version is not None and self.leaves_because is None
 
 
 class EnginePool:
@@ -97,18 +69,16 @@ class EnginePool:
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`weights`: for members that join; kept until the next update.
+        """`weights`: for members that join; copied, and kept until the next update.
 
         For remote members `run` is `run_in_background`, and `ended` what they set when `step` has something to return.
         """
-        self._version, self._weights = version, weights
-        self._run, self._ended, self._hooks, self._clock = run, ended, hooks, clock
-        self._update_timeout_s, self._join_timeout_s = update_timeout_s, join_timeout_s
-        self._members: dict[str, _Member] = {}
-        self._owners: dict[RolloutId, _Member] = {}
+        self._members = Members(version, weights, run, ended, update_timeout_s, clock)
+        self._ended, self._hooks, self._join_timeout_s, self._clock = ended, hooks, join_timeout_s, clock
+        self._owners: dict[RolloutId, Member] = {}
         self._waiting: dict[RolloutId, GenerationRequest] = {}
         self._completed: list[Completion] = []
-        self._newest_prompt: tuple[Int32Array, _Member] | None = None
+        self._placement = Placement()
         self._updated_while_idle = False
         self._alone_since_s: float | None = None
 
@@ -116,18 +86,21 @@ class EnginePool:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the members, those included that have not got their first weights yet."""
-        return frozenset(self._members)
+        """Names of the members, those included that have not got their first weights yet."""
+        return frozenset(member.name for member in self._members)
+
+    def has_served(self, name: str) -> bool:
+        """Return True once this member has completed a request."""
+        member = self._members.get(name)
+        return member is not None and member.has_served
 
     def join(self, name: str, generator: Generator, hang_up: Callable[[], object] = lambda: None) -> None:
         """Add a member; it gets requests once it has the weights.
 
         `hang_up` must not wait for it, and afterwards `abort` must give back what had arrived.
         """
-        assert name not in self._members
-        member = self._members[name] = _Member(name, generator, hang_up)
-        self._send_weights(member)
-        self._settle_updates()
+        self._members.add(Member(name, generator, hang_up))
+        self._follow_updates()
 
     def leave(self, name: str, why: str) -> None:
         """Let a member finish what it has, and then leave. One that is not there is passed over."""
@@ -144,26 +117,26 @@ class EnginePool:
 
     def close(self) -> None:
         """Hang up on all members."""
-        for member in self._members.values():
+        for member in self._members:
             member.hang_up()
-        self._members.clear()
+            self._members.remove(member)
 
     def wait_for_member(self, timeout_s: float = STEP_S) -> bool:
         """Step until there is one that takes requests, or the time is up; whether there is."""
         deadline_s = self._clock() + timeout_s
-        while not self._open_members() and self._clock() < deadline_s:
+        while not self._members.open and self._clock() < deadline_s:
             self._completed += self.step()
-        return bool(self._open_members())
+        return bool(self._members.open)
 
     # --- the verbs of a Generator -----------------------------------------------------------------------------
 
     @property
     def weight_version(self) -> int:
-        """The oldest of any member: what is started now may be sampled by it, and a bound on the lag holds for all.
+        """Oldest version that a member samples with: a bound on the lag of what is started now holds for all.
 
-        It never goes down: weights of members only get newer, and who joins has the newest.
+        It never goes down.
         """
-        return min((each.version for each in self._members.values() if each.version is not None), default=self._version)
+        return self._members.weight_version
 
     @property
     def num_in_flight(self) -> int:
@@ -171,13 +144,13 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Of those that take requests; 1 while there is none, so that requests wait for it."""
-        return max(1, len(self._open_members()))
+        """Number of members that take requests; 1 while there is none, so that requests wait for it."""
+        return max(1, len(self._members.open))
 
     @property
     def update_pending(self) -> bool:
-        """Also while a member that joins gets its first weights."""
-        return any(member.update is not None for member in self._members.values())
+        """True while a member that samples is given new weights. A member that joins holds nobody up."""
+        return self._members.update_pending
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Without a member for them they wait for one."""
@@ -211,11 +184,15 @@ class EnginePool:
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         """All members at once. What a member that is lost meanwhile had is among them."""
-        asked: dict[_Member, list[RolloutId]] = {}
+        for member in self._members:
+            self._end_recall(member)
+        asked: dict[Member, list[RolloutId]] = {}
         for rollout_id in rollout_ids:
             if rollout_id in self._owners:
                 asked.setdefault(self._owners[rollout_id], []).append(rollout_id)
-        answers = [(member, self._run(functools.partial(member.generator.abort, ids))) for member, ids in asked.items()]
+        answers = [
+            (member, self._members.run(functools.partial(member.generator.abort, ids))) for member, ids in asked.items()
+        ]
         aborted: list[Completion] = []
         for member, answer in answers:
             try:
@@ -231,44 +208,55 @@ class EnginePool:
         ]
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send them to all members at once; `update_pending` until each of them has them, or has left."""
+        """Send them to all members at once; `update_pending` until those that sample have them, or are set aside."""
         if self.update_pending:
             raise WeightUpdateError(f"version {version} came while another is being sent")
         self._updated_while_idle = not self.num_in_flight
-        self._version, self._weights = version, weights
-        for member in self._members.values():
-            self._send_weights(member)
-        self._settle_updates()
+        self._members.update(version, weights)
+        self._follow_updates()
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def _send_weights(self, member: _Member) -> None:
-        version, weights, ended = self._version, self._weights, self._ended
-        sent = self._run(lambda: member.generator.update_weights(version, weights))
-        if ended is not None:
-            sent.add_done_callback(lambda _: ended.set())
-        member.update = _Update(version, sent, self._clock() + self._update_timeout_s)
+    def _follow_updates(self) -> None:
+        for member, why in self._members.failed():
+            self._drop(member, why)
+        for member in self._members.caught_up():
+            if not member.has_joined:
+                member.has_joined = True
+                self._hooks.say(member.name, f"joined with weights of version {member.version}")
+        for member in self._members.slow():
+            member.samples = False
+            if member.requests:
+                member.recall = self._members.run(functools.partial(member.generator.abort, list(member.requests)))
+        for member in self._members:
+            if member.version is not None and not member.samples:
+                self._say_behind(member)
+            if member.recall is not None and member.recall.done():
+                self._end_recall(member)
 
-    def _settle_updates(self) -> None:
-        for member in list(self._members.values()):
-            update = member.update
-            if update is None:
-                continue
-            if not update.sent.done():
-                if self._clock() > update.deadline_s:
-                    self._drop(member, f"it did not take version {update.version} in {self._update_timeout_s:g} s")
-            elif error := update.sent.exception():
-                self._drop(member, str(error) if isinstance(error, MidflightError) else repr(error))
-            elif not member.generator.update_pending:
-                has_joined = member.version is None
-                member.version, member.update = update.version, None
-                if has_joined:
-                    self._hooks.say(member.name, f"joined with weights of version {update.version}")
+    def _say_behind(self, member: Member) -> None:
+        """Once: it may be so at every update."""
+        if not member.was_behind:
+            member.was_behind = True
+            self._hooks.say(
+                member.name,
+                f"gets no requests until it has caught up: it has version {member.version}, and others sample with"
+                f" {self.weight_version}",
+            )
+
+    def _end_recall(self, member: Member) -> None:
+        """Wait until the requests of a member that was set aside have come back."""
+        recall, member.recall = member.recall, None
+        if recall is None:
+            return
+        try:
+            self._take(recall.result())
+        except MidflightError as error:
+            self._drop(member, str(error))
+        else:
+            self._drop_if_done(member)
 
     # --- requests ---------------------------------------------------------------------------------------------
-
-    def _open_members(self) -> list[_Member]:
-        return [member for member in self._members.values() if member.is_open]
 
     def _place(self, fresh: Mapping[RolloutId, GenerationRequest] | None = None) -> None:
         """Hand out what waits, as far as there is somebody for it.
@@ -294,95 +282,74 @@ class EnginePool:
                     member.requests[request.rollout_id] = request
                     self._owners[request.rollout_id] = member
 
-    def _assign(self) -> dict[_Member, list[GenerationRequest]]:
-        """Who gets which of the waiting requests, those that were started first first."""
-        members = self._open_members()
+    def _assign(self) -> dict[Member, list[GenerationRequest]]:
+        if not self._waiting:
+            return {}
+        members = self._members.open
         # As with one engine: what is started after an update that nobody had to go on through is sampled by it.
         if self._updated_while_idle and any(member.update is not None for member in members):
             return {}
-        batches: dict[_Member, list[GenerationRequest]] = {}
-        for rollout_id in sorted(self._waiting) if members else ():
-            request = self._waiting[rollout_id]
-            able = [member for member in members if (member.version or 0) >= self._oldest_version_for(request)]
-            if able:
-                batches.setdefault(self._choose(request, able, batches), []).append(request)
-        return batches
-
-    def _oldest_version_for(self, request: GenerationRequest) -> int:
-        """That of its newest token; or what there is, if the trainer lost the weights that sampled it."""
-        return min(self._version, int(request.generated.weight_versions.max())) if request.generated else 0
-
-    def _choose(
-        self, request: GenerationRequest, able: Sequence[_Member], batches: Mapping[_Member, Sequence[Any]]
-    ) -> _Member:
-        """The member with the fewest requests, or that of the newest sibling."""
-
-        def load(member: _Member) -> int:
-            return len(member.requests) + len(batches.get(member, ()))
-
-        chosen = min(able, key=load)
-        if self._newest_prompt is not None:
-            prompt, member = self._newest_prompt
-            is_sibling = np.array_equal(prompt, request.prompt_token_ids)
-            if is_sibling and member in able and load(member) < load(chosen) + _SIBLINGS_AHEAD:
-                chosen = member
-        self._newest_prompt = request.prompt_token_ids, chosen
-        return chosen
+        return self._placement.assign(self._waiting, members, self._members.newest_version)
 
     def _advance(self) -> list[Completion]:
         if self._ended is not None:
             self._ended.clear()  # before anybody is asked: what comes later is seen by the next wait
-        self._settle_updates()
-        for member in list(self._members.values()):
-            self._collect(member)
-        self._settle_updates()
+        self._follow_updates()
+        for member in self._members:
+            if member.recall is None:
+                self._collect(member)
+        self._follow_updates()
         self._place()
         completed, self._completed = self._completed, []
         return completed
 
-    def _collect(self, member: _Member) -> None:
+    def _collect(self, member: Member) -> None:
         try:
             completions = member.generator.step()
         except _LOST as error:
             self._drop(member, str(error))
             return
-        self._take(member, completions)
+        for completion in completions:
+            if completion.finish_reason is FinishReason.ABORT:  # nobody here asked for it
+                member.leaves_because = member.leaves_because or "it was stopped"
+            else:
+                member.has_served = True
+        self._take(completions)
         self._drop_if_done(member)
 
-    def _take(self, member: _Member, completions: Sequence[Completion]) -> None:
+    def _take(self, completions: Sequence[Completion]) -> None:
+        """Pass on the requests that are done; the others wait for a member again."""
         for completion in completions:
             request = self._release(completion.rollout_id)
             if completion.finish_reason is FinishReason.ABORT:
-                # Nobody here asked for it: the engine is being stopped.
-                member.leaves_because = member.leaves_because or "it was stopped"
-                self._wait_again(request, completion.generated)
+                generated = completion.generated if len(completion.generated) else None
+                self._waiting[request.rollout_id] = replace(request, generated=generated)
             else:
                 self._completed.append(completion)
 
     def _release(self, rollout_id: RolloutId) -> GenerationRequest:
         return self._owners.pop(rollout_id).requests.pop(rollout_id)
 
-    def _wait_again(self, request: GenerationRequest, generated: GeneratedTokens) -> None:
-        self._waiting[request.rollout_id] = replace(request, generated=generated if len(generated) else None)
-
-    def _drop_if_done(self, member: _Member) -> None:
+    def _drop_if_done(self, member: Member) -> None:
         if member.leaves_because is not None and not member.requests:
             self._drop(member, member.leaves_because)
 
-    def _drop(self, member: _Member, why: str) -> None:
+    def _drop(self, member: Member, why: str) -> None:
         """Take a member out, and back what it has not finished."""
-        if self._members.pop(member.name, None) is None:
+        if not self._members.remove(member):
             return
         num_in_flight = len(member.requests)
         member.hang_up()
-        self._take(member, member.generator.abort(list(member.requests)))
+        self._take(member.generator.abort(list(member.requests)))
         if member.requests:  # they had ended by themselves
-            self._take(member, member.generator.step())
+            self._take(member.generator.step())
+        if member.requests and member.recall is not None:  # they were on their way back
+            self._take(member.recall.result())
         go_on = f"; {num_in_flight} rollouts go on elsewhere" if num_in_flight else ""
-        self._hooks.say(member.name, f"left: {why}{go_on}")
+        self._hooks.left(member.name, f"{'left' if member.has_joined else 'could not join'}: {why}{go_on}")
 
     def _check_patience(self) -> None:
-        if self._open_members():
+        if self._members.open:
             self._alone_since_s = None
         elif self._alone_since_s is None:
             self._alone_since_s = self._clock()

@@ -18,8 +18,9 @@ import httpx
 import numpy as np
 
 from midflight.errors import GenerationError, GenerationLostError, MidflightError
-from midflight.generation.client import KEEPALIVE_S, ServerLimits, reason_of, refusal_of
+from midflight.generation.client import KEEPALIVE_S, ServerLimits
 from midflight.generation.schemas import CompletionResponse, TextChoice
+from midflight.generation.token_streams import reason_of, refusal_of
 from midflight.types import Float32Array, Int32Array, Microbatch
 
 # Before each of the attempts after the first, seconds: about as long as a server takes to start again.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 # Between two attempts to connect: doubled each time, from the first to the last.
-BACKOFF_S = (1.0, 30.0)
+BACKOFF_S = (1.0, 60.0)
 # Between two questions whether a server is still there: one that hangs says nothing by itself.
 PROBE_S = 10.0
 # For an answer, and for each bucket of weights; an engine that hangs may hold up the run for as long, once.
@@ -76,7 +76,7 @@ def _pool(
         weights,
         run=run_in_background,
         ended=ended,
-        hooks=PoolHooks(servers.look, servers.say, functools.partial(_check, recipe)),
+        hooks=PoolHooks(servers.look, servers.say, servers.left, functools.partial(_check, recipe)),
         update_timeout_s=recipe.engine.update_timeout_s,
         join_timeout_s=recipe.engine.join_timeout_s,
     )
@@ -103,9 +103,9 @@ class _Candidate:
 
     entry: Entry
     attempt: Future[HTTPGenerator] | None = None
-    joined_at_s: float | None = None
+    is_member: bool = False
     retry_at_s: float = 0.0
-    num_failures: int = 0
+    delay_s: float = BACKOFF_S[0]  # between the next failure and the next attempt
 
 
 @dataclass(slots=True)
@@ -143,6 +143,8 @@ class Servers:
         for name, candidate in self._candidates.items():
             if name not in pool.names:
                 self._pursue(name, candidate, pool, now_s)
+            elif pool.has_served(name):
+                candidate.delay_s = BACKOFF_S[0]
         for name, probe in list(self._probes.items()):
             if name in pool.names:
                 self._continue_probe(name, probe, pool, now_s)
@@ -154,6 +156,21 @@ class Servers:
         if self._said.get(name) != text:
             self._said[name] = text
             self._note(f"engine {name} {text}")
+
+    def left(self, name: str, text: str) -> None:
+        """Say that a member has left, and when it is tried again."""
+        candidate = self._candidates.get(name)
+        if candidate is None or not candidate.is_member:  # taken out of the registry, or started again
+            self.say(name, text)
+            return
+        candidate.is_member = False
+        self._put_off(name, candidate, text)
+
+    def _put_off(self, name: str, candidate: _Candidate, why: str) -> None:
+        self._said.pop(name, None)  # each attempt is said
+        self.say(name, f"{why}; next attempt in {candidate.delay_s:g} s")
+        candidate.retry_at_s = self._clock() + candidate.delay_s
+        candidate.delay_s = min(BACKOFF_S[1], 2 * candidate.delay_s)
 
     def _read_registry(self, pool: EnginePool) -> None:
         entries = read_entries(self._directory)
@@ -170,12 +187,7 @@ class Servers:
                 self._candidates[name] = _Candidate(entry)
 
     def _pursue(self, name: str, candidate: _Candidate, pool: EnginePool, now_s: float) -> None:
-        if candidate.joined_at_s is not None:  # it was in the pool, and was lost
-            if now_s - candidate.joined_at_s > BACKOFF_S[1]:
-                candidate.num_failures = 0
-            candidate.joined_at_s = None
-            _put_off(candidate, now_s)
-        elif candidate.attempt is None:
+        if candidate.attempt is None:
             if now_s >= candidate.retry_at_s:
                 candidate.attempt = run_in_background(
                     functools.partial(self._connect, candidate.entry.url, self._ended)
@@ -193,10 +205,9 @@ class Servers:
             self.say(name, f"is left out: {error}")
             candidate.retry_at_s = math.inf
         except MidflightError as error:
-            self.say(name, f"is not there, and is tried again: {error}")
-            _put_off(candidate, now_s)
+            self._put_off(name, candidate, f"is not there: {error}")
         else:
-            candidate.joined_at_s = now_s
+            candidate.is_member = True
             self._probes[name] = _Probe(generator, now_s + PROBE_S)
             pool.join(name, generator, generator.close)
 
@@ -213,12 +224,6 @@ class Servers:
 
 def _ask(generator: HTTPGenerator) -> int:
     return generator.weight_version
-
-
-def _put_off(candidate: _Candidate, now_s: float) -> None:
-    first, last = BACKOFF_S
-    candidate.retry_at_s = now_s + min(last, first * 2**candidate.num_failures)
-    candidate.num_failures += 1
 
 
 def _close_result(attempt: Future[HTTPGenerator]) -> None:

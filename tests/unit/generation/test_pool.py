@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from midflight.concurrency.background import run_at_once, run_in_background
 from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
+from midflight.generation.members import PATIENCE_S
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.types import (
     Completion,
@@ -119,7 +122,7 @@ class Controls:
     def __init__(self, **options: object) -> None:
         self.world, self.now_s, self.said = World(), 0.0, list[str]()
         self.deferred: list[tuple[Callable[[], None], Future[None]]] | None = None
-        hooks = PoolHooks(say=lambda name, text: self.said.append(f"{name} {text}"))
+        hooks = PoolHooks(say=self._say, left=self._say)
         self.pool = EnginePool(0, {}, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
         self.engines: dict[str, FakeEngine] = {}
 
@@ -129,19 +132,27 @@ class Controls:
         self.pool.join(name, engine, engine.hang_up)  # type: ignore[arg-type]
         return engine
 
+    def _say(self, name: str, text: str) -> None:
+        self.said.append(f"{name} {text}")
+
     def defer(self) -> None:
         """Let calls wait from now on."""
         self.deferred = []
+
+    def finish_recalls(self) -> None:
+        """Finish the calls that take requests back from members that were set aside."""
+        assert self.deferred is not None
+        for index in reversed(range(len(self.deferred))):
+            if isinstance(self.deferred[index][0], functools.partial):
+                self.finish(index)
 
     def finish(self, index: int = 0) -> None:
         assert self.deferred is not None
         function, future = self.deferred.pop(index)
         try:
-            function()
+            future.set_result(function())
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
     def drain(self) -> dict[int, Completion]:
         done: dict[int, Completion] = {}
@@ -242,13 +253,112 @@ def test_who_joins_gets_the_newest_weights_before_any_request() -> None:
     engine = controls.join()
     controls.pool.add([request(0)])
     assert controls.pool.step() == []
-    assert controls.pool.update_pending
     assert not engine.running
-    with pytest.raises(WeightUpdateError, match="version 6 came while"):
-        controls.pool.update_weights(6, {})
+    controls.pool.update_weights(6, {})
     controls.finish()
     controls.pool.step()
-    assert (engine.weight_version, list(engine.running)) == (5, [0])
+    assert (engine.weight_version, list(engine.running)) == (5, []), "it joined with weights older than the newest"
+    controls.finish()
+    controls.pool.step()
+    assert (engine.weight_version, list(engine.running)) == (6, [0])
+    assert controls.said[-1] == "e0 joined with weights of version 6"
+
+
+def test_a_member_that_joins_slowly_holds_nobody_up() -> None:
+    controls = Controls()
+    first = controls.join()
+    pool = controls.pool
+    pool.add([request(0, num_tokens=20)])
+    controls.defer()
+    slow = controls.join()
+    for version in (1, 2, 3):
+        pool.update_weights(version, {})
+        controls.finish(-1)
+        pool.step()
+        assert (pool.weight_version, pool.update_pending, first.weight_version) == (version, False, version)
+    controls.finish()
+    pool.step()
+    assert (slow.weight_version, pool.num_engines, pool.weight_version) == (0, 1, 3)
+    assert controls.said[-1] == (
+        "e1 gets no requests until it has caught up: it has version 0, and others sample with 3"
+    )
+    controls.finish()
+    pool.step()
+    assert (slow.weight_version, pool.num_engines, pool.weight_version) == (3, 2, 3)
+    assert controls.said[-1] == "e1 joined with weights of version 3"
+
+
+def test_weights_of_a_slow_member_are_not_those_that_were_received_meanwhile() -> None:
+    """Whoever receives weights uses the same memory for the next ones."""
+    controls, sent = Controls(), list[int]()
+    buffer = {"weight": torch.ones(1)}
+    controls.defer()
+    engine = controls.join()
+    engine.update_weights = lambda version, weights: sent.append(int(weights.get("weight", torch.zeros(1))))  # type: ignore[method-assign, attr-defined]
+    controls.pool.update_weights(1, buffer)
+    controls.finish()
+    controls.pool.step()
+    buffer["weight"].fill_(2)
+    controls.finish()
+    assert sent == [0, 1]
+
+
+def test_a_member_that_is_slow_over_its_update_is_set_aside_until_it_has_caught_up() -> None:
+    controls = Controls(update_timeout_s=100.0)
+    slow, other = controls.join(), controls.join()
+    pool = controls.pool
+    pool.add([request(0), request(4)])
+    pool.step()
+    controls.defer()
+    pool.update_weights(1, {})
+    controls.finish(1)
+    pool.step()
+    assert (pool.update_pending, pool.weight_version) == (True, 0)
+    controls.now_s = PATIENCE_S * 1.5
+    pool.step()
+    assert (pool.update_pending, pool.weight_version, pool.num_engines) == (False, 1, 1)
+    assert list(slow.running) == [0], "its requests came back before it was asked for them"
+    controls.finish_recalls()
+    pool.step()
+    assert sorted(other.running) == [0, 4]
+    pool.update_weights(2, {})
+    controls.finish(-1)
+    pool.step()
+    assert (pool.weight_version, slow.weight_version) == (2, 0)
+    controls.finish()
+    pool.step()
+    assert (pool.num_engines, slow.weight_version) == (1, 1)
+    controls.finish()
+    pool.step()
+    assert (pool.num_engines, slow.weight_version) == (2, 2)
+    assert controls.said[2:] == [
+        "e0 gets no requests until it has caught up: it has version 0, and others sample with 1"
+    ]
+    done = controls.drain()
+    for completion in done.values():
+        check(completion)
+    assert np.unique(done[0].generated.weight_versions).tolist() == [0, 2]
+
+
+def test_a_member_that_is_set_aside_and_lost_hands_over_what_it_has() -> None:
+    controls = Controls(update_timeout_s=100.0)
+    slow, other = controls.join(), controls.join()
+    pool = controls.pool
+    pool.add([request(0), request(4)])
+    pool.step()
+    controls.defer()
+    pool.update_weights(1, {})
+    controls.finish(1)
+    pool.step()
+    controls.now_s = PATIENCE_S * 1.5
+    pool.step()
+    slow.is_lost = True
+    pool.lose("e0", "it hangs")
+    assert "e0 left: it hangs; 1 rollouts go on elsewhere" in controls.said
+    pool.step()
+    assert sorted(other.running) == [0, 4]
+    for completion in controls.drain().values():
+        check(completion)
 
 
 def test_members_at_different_versions() -> None:
@@ -481,6 +591,7 @@ def test_whatever_happens_every_request_completes_once_and_as_if_nothing_had(ste
                 pool.add([request(next_id, lengths[next_id])])
                 next_id += 1
             case "abort" if floor:
+                controls.finish_recalls()  # the pool waits for them
                 wanted = [RolloutId(each) for each in floor if each not in done and each % 2 == number % 2]
                 deferred, controls.deferred = controls.deferred, None
                 aborted = pool.abort(wanted)
@@ -494,6 +605,7 @@ def test_whatever_happens_every_request_completes_once_and_as_if_nothing_had(ste
         assert pool.weight_version >= seen_version, "the version of the pool went down"
         seen_version = pool.weight_version
         assert pool.num_in_flight == next_id - len(done)
+    controls.finish_recalls()
     controls.deferred = None
     controls.now_s += 100  # whoever still has not taken its weights leaves
     controls.join()

@@ -6,16 +6,18 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from midflight.concurrency.background import run_at_once
 from midflight.config import load_recipe
 from midflight.config.run_directory import RunDirectory
-from midflight.errors import GenerationLostError, ModelError, RecipeError, RunDirectoryError
+from midflight.errors import GenerationLostError, ModelError, RecipeError, RunDirectoryError, WeightUpdateError
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.run import engines
 from midflight.run.directory import create_run
@@ -30,9 +32,9 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
 class Connected(ScriptedGenerator):
     hangs = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, weight_error: Exception | None) -> None:
         super().__init__(lambda rollout: 5)
-        self.url, self.is_closed = url, False
+        self.url, self.weight_error, self.is_closed = url, weight_error, False
 
     @property
     def weight_version(self) -> int:
@@ -43,6 +45,11 @@ class Connected(ScriptedGenerator):
     @weight_version.setter
     def weight_version(self, version: int) -> None:
         self._version = version
+
+    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        if self.weight_error is not None:
+            raise self.weight_error
+        super().update_weights(version, weights)
 
     def close(self) -> None:
         self.is_closed = True
@@ -58,9 +65,12 @@ class Controls:
         self.attempts: list[str] = []
         self.made: list[Connected] = []
         self.held: list[Callable[[], None]] | None = None
+        self.weight_error: Exception | None = None
+        self.transfer_s = 0.0  # how long it takes to get weights to a server
         monkeypatch.setattr(engines, "run_in_background", self._run)
         self.servers = Servers(directory, self._connect, threading.Event(), self.notes.append, lambda: self.now_s)
-        self.pool = EnginePool(0, {}, hooks=PoolHooks(self.servers.look, self.servers.say))
+        hooks = PoolHooks(self.servers.look, self.servers.say, self.servers.left)
+        self.pool = EnginePool(0, {}, run=self._transfer, hooks=hooks)
 
     def write(self, name: str, url: str, at: int = 1) -> None:
         path = self.directory / f"{name}.json"
@@ -78,8 +88,12 @@ class Controls:
         self.attempts.append(url)
         if url in self.answers:
             raise self.answers[url]
-        self.made.append(Connected(url))
+        self.made.append(Connected(url, self.weight_error))
         return self.made[-1]
+
+    def _transfer(self, function):  # type: ignore[no-untyped-def]
+        self.now_s += self.transfer_s
+        return run_at_once(function)
 
     def _run(self, function):  # type: ignore[no-untyped-def]
         future: Future[object] = Future()
@@ -119,7 +133,7 @@ def test_servers_join_when_they_are_registered_and_leave_when_they_are_not(contr
     ]
 
 
-def test_a_server_that_is_not_there_is_tried_again_less_and_less_often_and_noted_once(controls: Controls) -> None:
+def test_a_server_that_is_not_there_is_tried_again_less_and_less_often(controls: Controls) -> None:
     controls.answers["http://one:1"] = GenerationLostError("connection refused")
     controls.write("one", "http://one:1")
     tried_at = []
@@ -128,11 +142,35 @@ def test_a_server_that_is_not_there_is_tried_again_less_and_less_often_and_noted
         controls.look()
         tried_at += [controls.now_s] * (len(controls.attempts) - num_before)
     waits = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
-    assert waits[:5] == [1, 2, 4, 8, 16]
-    assert set(waits[5:]) == {BACKOFF_S[1]}
-    assert controls.notes == ["engine one is not there, and is tried again: connection refused"]
+    assert waits[:6] == [1, 2, 4, 8, 16, 32]
+    assert set(waits[6:]) == {BACKOFF_S[1]}
+    refused = "engine one is not there: connection refused; next attempt in"
+    assert controls.notes[:2] == [f"{refused} 1 s", f"{refused} 2 s"]
+    assert controls.notes[-2:] == [f"{refused} 60 s"] * 2
     del controls.answers["http://one:1"]
     assert controls.look(BACKOFF_S[1]) == {"one"}
+
+
+def test_a_server_that_never_gets_its_weights_is_tried_less_and_less_often(controls: Controls) -> None:
+    """Each time it can be reached, and the transfer takes long before it fails."""
+    controls.weight_error, controls.transfer_s = WeightUpdateError("the group did not come together"), 100.0
+    controls.write("one", "http://one:1")
+    while len(controls.attempts) < 9:
+        controls.look()
+    why = "engine one could not join: the group did not come together; next attempt in"
+    assert controls.notes == [f"{why} {delay} s" for delay in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
+    controls.transfer_s = 0.0
+    controls.weight_error = None
+    assert controls.look(BACKOFF_S[1]) == {"one"}
+    controls.pool.lose("one", "it hangs")
+    assert controls.notes[-1] == "engine one left: it hangs; next attempt in 60 s"
+    assert controls.look(BACKOFF_S[1]) == {"one"}
+    controls.pool.add([GenerationRequest(RolloutId(0), np.array([1], np.int32), SamplingParams(8), seed=0)])
+    while controls.pool.num_in_flight:
+        controls.look()
+    controls.look()
+    controls.pool.lose("one", "it hangs")
+    assert controls.notes[-1] == "engine one left: it hangs; next attempt in 1 s", "it has served meanwhile"
 
 
 def test_a_server_that_was_lost_joins_again_at_once_when_it_was_started_again(controls: Controls) -> None:
@@ -143,7 +181,7 @@ def test_a_server_that_was_lost_joins_again_at_once_when_it_was_started_again(co
     assert controls.look() == frozenset()
     assert controls.notes[1:] == [
         "engine one left: it was started again",
-        "engine one is not there, and is tried again: connection refused",
+        "engine one is not there: connection refused; next attempt in 1 s",
     ]
     del controls.answers["http://one:1"]
     controls.write("one", "http://one:1", at=3)

@@ -1,0 +1,229 @@
+"""The token streams of one server: one event stream per request, read in a thread with an event loop of its own.
+
+Tokens arrive in chunks while a sequence is generated, so that those of a lost server are not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
+from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+
+_ABORTED = (None, FinishReason.ABORT)
+
+
+@dataclass(slots=True)
+class _Running:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    num_repeated: int = 0  # tokens the request came with, which the server is going to say again
+    finish_reason: FinishReason | None = None
+    failure: MidflightError | None = None
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> _Running:
+        known = request.generated
+        if known is None:
+            return cls()
+        return cls(known.token_ids.tolist(), known.logprobs.tolist(), known.weight_versions.tolist(), len(known))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def generated(self, start: int = 0) -> GeneratedTokens:
+        return GeneratedTokens(
+            np.array(self.token_ids[start:], np.int32),
+            np.array(self.logprobs[start:], np.float32),
+            np.array(self.weight_versions[start:], np.int32),
+        )
+
+    def take_in(self, choice: dict[str, Any]) -> None:
+        known = min(self.num_repeated, len(choice["token_ids"]))
+        self.num_repeated -= known
+        self.token_ids += choice["token_ids"][known:]
+        self.weight_versions += choice["weight_versions"][known:]
+        logprobs = choice["logprobs"]["token_logprobs"][known:]
+        self.logprobs += [float("nan") if value is None else value for value in logprobs]
+        if choice["finish_reason"]:
+            self.finish_reason = FinishReason(choice["finish_reason"])
+
+
+class TokenStreams:
+    """Requests in flight at one server, and what has arrived of each. May be used by any number of threads.
+
+    `client_options` are those of an httpx client; `ended` is set when a request has ended.
+    """
+
+    def __init__(self, client_options: Mapping[str, Any], timeout_s: float, ended: threading.Event | None) -> None:
+        # A stream is silent while its sequence waits for a slot, or the server is paused.
+        self._client = httpx.AsyncClient(**{**client_options, "timeout": httpx.Timeout(timeout_s, read=None)})
+        self._timeout_s, self._ended = timeout_s, ended
+        self._running: dict[RolloutId, _Running] = {}
+        self._changed = threading.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http-generator", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def open(self, requests: Sequence[GenerationRequest], body_of: Callable[[GenerationRequest], object]) -> None:
+        """Send these requests; returns when the server has accepted them all.
+
+        Raises: RequestError if it refuses one; then none of them is added.
+        """
+        bodies = [body_of(request) for request in requests]
+        asyncio.run_coroutine_threadsafe(self._open_all(requests, bodies), self._loop).result()
+
+    def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
+        with self._changed:
+            return self._running[rollout_id].generated(start)
+
+    def take_ended(self, timeout_s: float) -> list[Completion]:
+        """The completions that came since, waiting for the first.
+
+        Raises: GenerationError, GenerationLostError if a request was lost, until it is taken.
+        """
+        with self._changed:
+            if self._running and timeout_s:
+                self._changed.wait_for(lambda: any(each.has_ended for each in self._running.values()), timeout_s)
+            ended = [rollout_id for rollout_id, running in self._running.items() if running.finish_reason]
+            lost = next((running.failure for running in self._running.values() if running.failure), None)
+            if lost and not ended:
+                raise lost
+            return [self._take(rollout_id) for rollout_id in ended]
+
+    def still_open(self, rollout_ids: Sequence[RolloutId]) -> list[RolloutId]:
+        """Those of them that have not ended."""
+        with self._changed:
+            return [each for each in rollout_ids if each in self._running and not self._running[each].has_ended]
+
+    def take_aborted(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        """Wait for the end of these, and take all but those that came to their own end.
+
+        Raises: GenerationLostError if one does not end in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.still_open(rollout_ids), self._timeout_s):
+                raise GenerationLostError(f"aborted rollouts did not end within {self._timeout_s:g} s")
+            wanted = [each for each in rollout_ids if each in self._running]
+            return [self._take(each) for each in wanted if self._running[each].finish_reason in _ABORTED]
+
+    def lose(self, rollout_ids: Sequence[RolloutId] | None, failure: MidflightError) -> None:
+        """Let these, or all, end with this failure, unless they have ended."""
+        with self._changed:
+            ids = list(self._running) if rollout_ids is None else rollout_ids
+            self._fail([self._running[each] for each in ids if each in self._running], failure)
+
+    def close(self, failure: MidflightError) -> bool:
+        """Hang up, and let all that is in flight end with this failure. Return False if it was closed before."""
+        if self._loop.is_closed():
+            return False
+        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result()
+        self.lose(None, failure)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        return True
+
+    def _take(self, rollout_id: RolloutId) -> Completion:
+        running = self._running.pop(rollout_id)
+        return Completion(rollout_id, running.generated(), running.finish_reason or FinishReason.ABORT)
+
+    def _fail(self, lost: Sequence[_Running], failure: MidflightError) -> None:
+        with self._changed:
+            for running in lost:
+                if not running.has_ended:
+                    running.failure = failure
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        if self._ended is not None:
+            self._ended.set()
+
+    async def _open_all(self, requests: Sequence[GenerationRequest], bodies: Sequence[object]) -> None:
+        opened = await asyncio.gather(*map(self._open, bodies), return_exceptions=True)
+        refused = [each for each in opened if isinstance(each, BaseException)]
+        accepted = [each for each in opened if isinstance(each, httpx.Response)]
+        if refused:
+            await asyncio.gather(*(response.aclose() for response in accepted))
+            raise refused[0]
+        for request, response in zip(requests, accepted, strict=True):
+            running = _Running.of(request)
+            with self._changed:
+                self._running[request.rollout_id] = running
+            task = self._loop.create_task(self._read(running, response))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _open(self, body: object) -> httpx.Response:
+        """The response as soon as its headers are there: the server has then accepted the request."""
+        http_request = self._client.build_request("POST", "/v1/completions", json=body)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._client.send(http_request, stream=True)
+            if response.is_success:
+                return response
+            await response.aread()
+            raise refusal_of(response)
+        except (httpx.HTTPError, ValueError, TimeoutError) as error:
+            raise GenerationLostError(f"{http_request.url}: {reason_of(error)}") from error
+
+    async def _read(self, running: _Running, response: httpx.Response) -> None:
+        failure: MidflightError = GenerationLostError(f"{response.url}: the stream broke off")
+        try:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    self._take_in(running, json.loads(line.removeprefix("data: ")))
+        except GenerationError as error:
+            failure = error
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            failure = GenerationLostError(f"{response.url}: {reason_of(error)}")
+        finally:
+            self._fail([running], failure)  # says nothing to one that has ended
+            await response.aclose()
+
+    def _take_in(self, running: _Running, event: dict[str, Any]) -> None:
+        if "error" in event:
+            raise GenerationError(event["error"]["message"])
+        for choice in event["choices"]:
+            with self._changed:
+                running.take_in(choice)
+                if running.has_ended:
+                    self._tell()
+
+    async def _hang_up(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+
+def refusal_of(response: httpx.Response) -> MidflightError:
+    """The server's error as our own. Raises: ValueError if it is not in the OpenAI shape."""
+    try:
+        error = response.json()["error"]
+        message, kind, code = error["message"], error["type"], error["code"]
+    except (KeyError, TypeError) as unexpected:
+        raise ValueError(f"status {response.status_code} with {response.text[:80]!r}") from unexpected
+    if kind == "weight_update_error" or code == "update_in_progress":
+        return WeightUpdateError(message)
+    return RequestError(message) if response.status_code < 500 else GenerationError(message)
+
+
+def reason_of(error: Exception) -> str:
+    """Not every exception has a text."""
+    return str(error) or type(error).__name__

@@ -192,6 +192,11 @@ class Stream(Protocol[Record]):
     Raises: StreamError if a record cannot be written or read, or `from_offset` was trimmed or is past the end.
     """
 
+    @property
+    def capacity(self) -> int:
+        """Number of records that the reader may be behind."""
+        ...
+
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
         """Add a record and return its offset; when full, wait up to `timeout_s` and then return None."""
         ...

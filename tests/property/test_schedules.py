@@ -137,12 +137,13 @@ class Run:
         partials: PartialBuffer | None = None,
         group_size: int = GROUP_SIZE,
         num_steps: int = NUM_STEPS,
+        capacity: int = 100_000,
     ) -> None:
         sampling = SamplingParams(max_tokens=1_000_000)
         self.config = ActorConfig(batch_size, group_size, sampling, seed=0, dynamic_sampling=dynamic_sampling)
         self.schedule, self.world, self.partials, self.num_steps = schedule, world, partials, num_steps
         self.receiver = Receiver()
-        self.stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=100_000)
+        self.stream: MemoryStream[TrainingBatch] = MemoryStream(capacity)
         self.checkpoint = TrainerState()
         self.batches: list[list[RolloutGroup]] = []
         self.tick = 0
@@ -197,7 +198,9 @@ class Run:
         self.tick += 1
         if len(self.batches) > self.receiver.version:
             ticks = self.world.train_ticks[self.receiver.version % len(self.world.train_ticks)]
-            self._done_at = self._done_at or self.tick + ticks
+            if not self._done_at:
+                self.stream.read(self.receiver.version, timeout_s=0)
+                self._done_at = self.tick + ticks
             if self.tick >= self._done_at:
                 self.receiver.version += 1
                 self._done_at = 0
@@ -436,6 +439,41 @@ SCHEDULES: dict[str, Schedule] = {
     "one_step_off": BoundedSchedule(4, max_lag=1, updates="boundary"),
 }
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
+
+
+AHEAD: dict[str, Schedule] = {  # that hand over many batches before the trainer has taken one
+    "conventional": ConventionalSchedule(4, steps_per_rl_step=8),
+    "pipeline": PipelineSchedule(4, num_in_flight=6, max_waiting=40),
+    "pipeline, max_lag": PipelineSchedule(4, num_in_flight=6, max_waiting=40, max_lag=8),
+    "bounded": BoundedSchedule(4, max_lag=8),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES | AHEAD)
+@given(worlds)
+@settings(max_examples=15)
+def test_a_full_stream_changes_no_batch(name: str, world: World) -> None:
+    """Batches that find no room wait in the rollout process, and no schedule stops there for good.
+
+    With grades at once: an iteration that hands nothing over may wait for grades, and then they come earlier.
+    """
+    world = replace(world, grade_ticks=[0])
+    schedule = (SCHEDULES | AHEAD)[name]
+    roomy, tight = (Run(schedule, 4, world, capacity=capacity).finish() for capacity in (100_000, 3))
+    assert len(tight.batches) <= NUM_STEPS + 1
+    assert tight.tick == roomy.tick
+    for one, other in zip(tight.batches, roomy.batches, strict=False):
+        assert [group.group_id for group in one] == [group.group_id for group in other]
+        for ours, theirs in zip(members(one), members(other), strict=True):
+            assert ours.generated.weight_versions.tolist() == theirs.generated.weight_versions.tolist()
+    tight.check_accounts()
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_schedule_may_want_more_batches_ahead_than_the_stream_holds(name: str) -> None:
+    world = World(lengths=[3], train_ticks=[25], grade_ticks=[0])
+    assert len(Run(AHEAD[name], 4, world).finish().batches) > NUM_STEPS + 2
+    assert len(Run(AHEAD[name], 4, world, capacity=2).finish().batches) == NUM_STEPS
 
 
 @each_schedule

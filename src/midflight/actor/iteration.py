@@ -28,6 +28,10 @@ class Rollouts(Protocol):
         """Sample the next token of everything in flight, and collect grades."""
         ...
 
+    def has_room(self) -> bool:
+        """Return False while so many batches wait for the trainer that no more can be appended."""
+        ...
+
     def hand_over(self, choice: BatchChoice) -> None:
         """Append the chosen groups as the next batch, and drop the others that `choice` names."""
         ...
@@ -37,7 +41,8 @@ def iterate(schedule: Schedule, ledger: Ledger, rollouts: Rollouts) -> bool:
     """Run one iteration: weights, interruptions, admissions, a token, batches. Return True if groups were handed over.
 
     The schedule is asked only what can matter: updating if there are newer weights, aborting if something is in
-    flight, choosing if a batch is ready.
+    flight, choosing if a batch is ready. Finished groups stay ready while there is no room for a batch. This changes no
+    batch: it is made of the groups that finished first, or were started first, whenever it is chosen.
     """
     fleet = rollouts.fleet()
     if fleet.newest_version > fleet.version and schedule.should_update_weights(fleet):
@@ -51,7 +56,7 @@ def iterate(schedule: Schedule, ledger: Ledger, rollouts: Rollouts) -> bool:
         rollouts.admit(num_new)
     rollouts.generate()
     handed_over = False
-    while ledger.ready.num_rollouts >= ledger.batch_size:
+    while ledger.ready.num_rollouts >= ledger.batch_size and rollouts.has_room():
         choice = schedule.choose_batch(rollouts.fleet(), ledger.ready)
         if choice is None or not (choice.train or choice.drop):
             break

@@ -36,6 +36,11 @@ class Intervals:
 class BatchSink(Protocol):
     """Where chosen groups go: a stream of them, or what makes a batch of them at once."""
 
+    @property
+    def capacity(self) -> int:
+        """As `Stream.capacity`; at least 2."""
+        ...
+
     def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
         """As `Stream.append`."""
         ...
@@ -128,12 +133,15 @@ class RolloutLoop:
             self._actor.collect_grades()
             self._next_grades_s = now_s + self._intervals.grades_s
 
+    def has_room(self) -> bool:
+        """No I/O: the trainer made version v of batch v - 1, so every reader has at least come to that batch."""
+        return self._actor.ledger.state.num_batches < self._newest - 1 + self._sink.capacity
+
     def hand_over(self, choice: BatchChoice) -> None:
         batch = self._actor.take(choice)
         if batch is None:
             return
         batch = replace(batch, metrics=self._meter.read(batch.actor_state, self._actor.ledger))
-        # The schedule bounds how far generation runs ahead; a full stream means that it does not.
         if self._sink.append(batch, timeout_s=0) is None:
             raise StreamError(f"the stream of batches is full at batch {batch.index}")
 

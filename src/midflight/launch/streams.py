@@ -19,7 +19,7 @@ Record = TypeVar("Record")
 
 # Where a password belongs, so that no recipe and no run directory holds one.
 URL_VARIABLE = "MIDFLIGHT_REDIS_URL"
-# The schedule bounds how many batches wait, in either stream; this only has to be more than any schedule allows.
+# Batches in either stream. When it is full, finished groups wait in the rollout process.
 _CAPACITY = 4096
 _CHECK_PATIENCE_S = 2.0
 

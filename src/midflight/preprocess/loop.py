@@ -47,6 +47,10 @@ class PreprocessAtOnce:
         self._batches = batches
         self._preprocessor = preprocessor
 
+    @property
+    def capacity(self) -> int:
+        return self._batches.capacity
+
     def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
         """As `Stream.append`. Raises: RecipeError as `build_batch` does."""
         return self._batches.append(self._preprocessor.batch_of(record), timeout_s)

@@ -22,7 +22,7 @@ class MemoryStream(Generic[Record]):
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}")
-        self._capacity = capacity
+        self.capacity = capacity
         self._changed = threading.Condition()
         self._records: list[Record] = []
         self._first_offset = 0  # of self._records[0]
@@ -98,7 +98,7 @@ class MemoryStream(Generic[Record]):
         return self._first_offset + len(self._records)
 
     def _num_free(self) -> int:
-        return self._read_offset + self._capacity - self._end()
+        return self._read_offset + self.capacity - self._end()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -124,7 +124,7 @@ class RedisStream(Generic[Record]):
         self._redis = redis
         # Passwords are not for messages.
         self._where = f"{name} in Redis at {urlsplit(url).hostname}:{urlsplit(url).port or 6379}"
-        self._capacity, self._patience_s = capacity, patience_s
+        self.capacity, self._patience_s = capacity, patience_s
         self._codec = Codec(record_type)
         self._closed = False
         try:
@@ -190,7 +190,7 @@ class RedisStream(Generic[Record]):
     def _insert(self, messages: Sequence[bytes]) -> range:
         """The offsets of as many as there is room for."""
         self._num_calls += 1
-        return range(*self._run(_APPEND, self._capacity, self._writer, self._num_calls, *messages))
+        return range(*self._run(_APPEND, self.capacity, self._writer, self._num_calls, *messages))
 
     def _select(self, from_offset: int, max_records: int) -> list[tuple[int, bytes]]:
         end, *found = self._run(_READ, from_offset, max_records)

@@ -42,7 +42,7 @@ class SqliteStream(Generic[Record]):
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}")
         self._path = path
-        self._capacity = capacity
+        self.capacity = capacity
         self._codec = Codec(record_type)
         self._acknowledged = 0  # the read position this reader has brought the file to
         self._db = Database(path, "a stream", _APPLICATION_ID, _TABLES)
@@ -112,7 +112,7 @@ class SqliteStream(Generic[Record]):
         """The offsets of as many as there is room for."""
         with self._db.transaction():
             start, read_offset = self._db.execute("SELECT next_offset, read_offset FROM stream").fetchone()
-            offsets = range(start, min(start + len(messages), max(start, read_offset + self._capacity)))
+            offsets = range(start, min(start + len(messages), max(start, read_offset + self.capacity)))
             if offsets:
                 self._db.executemany("INSERT INTO records VALUES (?, ?)", zip(offsets, messages, strict=False))
                 self._db.execute("UPDATE stream SET next_offset = ?", (offsets.stop,))

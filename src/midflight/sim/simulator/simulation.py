@@ -180,6 +180,9 @@ class _Simulation:
             _, kind, _, subject, stamp = heapq.heappop(self._events)
             self._happen(kind, subject, stamp)
 
+    def has_room(self) -> bool:
+        return True
+
     def hand_over(self, choice: BatchChoice) -> None:
         self._is_undecided = True
         for group_id in choice.drop:

@@ -327,7 +327,8 @@ class PooledRun(Run):
 
     def make_generator(self) -> Generator:
         self.members: dict[str, Perishable] = {}
-        return EnginePool(self.receiver.version, {}, hooks=PoolHooks(look=self.look), join_timeout_s=60)
+        hooks, clock = PoolHooks(look=self.look), lambda: float(self.tick)  # so an engine may be too slow
+        return EnginePool(self.receiver.version, {}, hooks=hooks, clock=clock)
 
     def look(self, pool: EnginePool) -> None:
         which = self.events.get(self.tick)

@@ -17,12 +17,11 @@ from midflight.actor.actor import Actor
 from midflight.actor.iteration import iterate
 from midflight.actor.meter import RolloutMeter
 from midflight.actor.partials import PartialBuffer
+from midflight.concurrency.doorbell import WAIT_SLICE_S
 from midflight.errors import StreamError
 from midflight.protocols import Generator, Schedule, WeightReceiver
 from midflight.tracing.spans import Tracer
 from midflight.types import BatchChoice, ChosenBatch, FleetView
-
-WAIT_SLICE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+WAIT_SLICE_S = 0.2  # a loop that waits looks so often whether it was asked to stop
 _RELOOK_S = 0.2  # nobody waits longer than this without looking again, so a lost ring costs latency and nothing else
 
 

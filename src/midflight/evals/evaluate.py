@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from midflight.actor.grading import response_text
+from midflight.concurrency.doorbell import WAIT_SLICE_S
 from midflight.protocols import Environment, Generator, Grader
 from midflight.types import Float64Array, GenerationRequest, Problem, RolloutId, SamplingParams
-
-_WAIT_SLICE_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Examiner:
                 text = response_text(self.tokenizer, completion.generated, completion.finish_reason)
                 grader.submit(completion.rollout_id, problems[completion.rollout_id], text)
                 answers.lengths[completion.rollout_id] = len(completion.generated)
-            for graded in grader.results(0.0 if generator.num_in_flight else _WAIT_SLICE_S):
+            for graded in grader.results(0.0 if generator.num_in_flight else WAIT_SLICE_S):
                 if graded.grade is None:
                     answers.failures.append(graded.failure)
                 else:

@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from midflight.concurrency.doorbell import WAIT_SLICE_S
 from midflight.preprocess.batches import Preprocessing, build_batch
 from midflight.protocols import Stream
 from midflight.tracing.spans import Tracer
 from midflight.types import ChosenBatch, TrainingBatch
-
-WAIT_SLICE_S = 0.2
 
 
 class Preprocessor:

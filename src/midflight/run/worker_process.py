@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from midflight.concurrency.doorbell import WAIT_SLICE_S
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
 
-_WAIT_SLICE_S = 0.2
 # Less than a resumed run waits for the workers of the last one.
 _ORPHAN_GRACE_S = 30.0
 
@@ -65,7 +65,7 @@ class WorkerContext:
 
     def wait_until(self, happens: Callable[[float], bool]) -> None:
         """`happens(timeout_s)` waits and says whether it did. Ends the process if it should stop meanwhile."""
-        while not happens(_WAIT_SLICE_S):
+        while not happens(WAIT_SLICE_S):
             if self.should_stop():
                 raise SystemExit(0)
 

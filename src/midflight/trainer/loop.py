@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from midflight.concurrency.doorbell import WAIT_SLICE_S
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.protocols import Stream
 from midflight.tracing.spans import Tracer
@@ -26,7 +27,6 @@ from midflight.trainer.step import TrainStep
 from midflight.trainer.step_log import StepLog
 from midflight.types import TrainingBatch
 
-WAIT_SLICE_S = 0.2
 _PATIENCE_S = 60.0  # with a batch that rank 0 has seen
 
 

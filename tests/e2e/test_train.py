@@ -267,8 +267,8 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
             "'pathlib:Path' is no environment: it has no problem, no held_out_problems, no grade",
         ),
         (
-            (RECIPE, "task.type=midflight.testing.verifiers:ObedientEnvironment", "task.options.error=no data"),
-            "task.type: midflight.testing.verifiers:ObedientEnvironment, the constructor: ValueError: no data",
+            (RECIPE, "task.type=obedient_environment:ObedientEnvironment", "task.options.error=no data"),
+            "task.type: obedient_environment:ObedientEnvironment, the constructor: ValueError: no data",
         ),
         (("/tmp",), "is a directory; to go on with the run in it, add --resume"),
         (("/tmp", "--resume"), "holds no run"),

@@ -81,7 +81,7 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
         9: "TypeError: grade() returned a str, not a Grade",
     }
     assert summary["failures"] == dict.fromkeys(reasons.values(), 1)
-    assert log.count("Traceback") == 1
+    assert 1 <= log.count("Traceback") <= 4, "one for each grading process, of the error that is the verifier's own"
     (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert warning.startswith("warning: 4 of 28 groups failed and were not trained on, most often (1 of 4) by ")
     for group, reason in reasons.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from benchmarks.digest import digest
 from benchmarks.size import size
+from midflight.metrics.jsonl import json_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Leave it alone meanwhile.")
 app.command()(digest)
@@ -49,7 +49,7 @@ def decode(
         vllm_python=vllm_python,
     )
     result = bench_decode(found, options, Console(stderr=True).print)
-    print(json.dumps(result, indent=2) if as_json else decode_table(result["rows"]))
+    print(json_text(result) if as_json else decode_table(result["rows"]))
 
 
 @app.command()
@@ -69,7 +69,7 @@ def updates(
         find_model(model), check_dtype(dtype), num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
     )
     if as_json:
-        print(json.dumps(result, indent=2))
+        print(json_text(result))
         return
     pause = result["pause_ms"]
     print(
@@ -100,7 +100,7 @@ def train_speed(
     found = find_model(model)
     options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens, checked_dtype)
     result = bench_train(found, options, Console(stderr=True).print)
-    print(json.dumps(result, indent=2) if as_json else train_table(result["rows"]))
+    print(json_text(result) if as_json else train_table(result["rows"]))
 
 
 @app.command()
@@ -115,7 +115,7 @@ def ranks(
 
     options = RanksOptions(tuple(map(_count, num_ranks.split(","))), steps, layers)
     result = bench_ranks(options, Console(stderr=True).print)
-    print(json.dumps(result, indent=2) if as_json else ranks_table(result["rows"]))
+    print(json_text(result) if as_json else ranks_table(result["rows"]))
 
 
 @app.command()
@@ -133,7 +133,7 @@ def streams(
     load = StreamLoad(records, record_bytes, tuple(map(_count, batch.split(","))), redis_url)
     result = bench_streams(tuple(kinds.split(",")), load, Console(stderr=True).print)
     if as_json:
-        print(json.dumps(result, indent=2))
+        print(json_text(result))
         return
     for row in result["rows"]:
         print(
@@ -154,7 +154,7 @@ def weights(
     from benchmarks.weights import bench_weights, weights_table
 
     result = bench_weights(tuple(sizes.split(",")), check_dtype(dtype), rounds, Console(stderr=True).print)
-    print(json.dumps(result, indent=2) if as_json else weights_table(result["rows"]))
+    print(json_text(result) if as_json else weights_table(result["rows"]))
 
 
 @app.command()
@@ -168,7 +168,7 @@ def simulator(
     pairs = [size.partition(":") for size in sizes.split(",")]
     result = bench_simulator([(_count(gpus), _count(steps)) for gpus, _, steps in pairs], Console(stderr=True).print)
     if as_json:
-        print(json.dumps(result, indent=2))
+        print(json_text(result))
         return
     for row in result["rows"]:
         print(f"{row['gpus']} GPUs, {row['steps']} optimizer steps: {row['seconds']:.1f} s")

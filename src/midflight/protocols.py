@@ -60,7 +60,10 @@ class Schedule(Protocol):
 
 
 class Environment(Protocol):
-    """What is learned: problems, and what an answer to one is worth."""
+    """What is learned: problems, and what an answer to one is worth.
+
+    Its constructor gets `task.options` as keyword arguments, and the run's `seed` if it takes that name or **kwargs.
+    """
 
     def problem(self, index: int) -> Problem:
         """The `index`-th training problem; a pure function of the environment's options and `index`."""
@@ -73,6 +76,41 @@ class Environment(Protocol):
     def grade(self, problem: Problem, response: str) -> Grade:
         """The reward of a response. May raise: the rollout then counts as failed."""
         ...
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; Hugging Face tokenizers implement it."""
+
+    @property
+    def bos_token(self) -> str | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def unk_token(self) -> str | None: ...
+
+    @property
+    def unk_token_id(self) -> int | None: ...
+
+    @property
+    def chat_template(self) -> object:
+        """None if the model has none."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens written in the text become one token each, whatever `add_special_tokens`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, return_dict: bool
+    ) -> list[int]:
+        """May raise anything: a template can refuse a conversation."""
+        ...
+
+    def save_pretrained(self, save_directory: Path) -> object: ...
 
 
 class Grader(Protocol):

@@ -250,6 +250,7 @@ class ActorState:
     open_group_ids: list[GroupId] = field(default_factory=list)  # started and not in any batch yet
     num_batches: int = 0
     num_failed_groups: int = 0
+    failures: dict[str, int] = field(default_factory=dict)  # why -> failed groups; at most a few different reasons
     num_filtered_groups: int = 0  # all rewards were equal, and dynamic sampling is on
     num_dropped_groups: int = 0  # by the schedule, because too many were waiting
     generated_tokens: int = 0

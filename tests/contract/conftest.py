@@ -61,12 +61,19 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 @contextmanager
 def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
-    """Starts servers; options are those of `create_app`, and another generator or tokenizer."""
+    """Starts servers; options are those of `create_app`, and another generator, tokenizer or set of stop tokens."""
     with ExitStack() as stack:
 
-        def start(generator: Generator | None = None, *, served_tokenizer: Any = None, **options: Any) -> Server:
+        def start(
+            generator: Generator | None = None,
+            *,
+            served_tokenizer: Any = None,
+            stop_token_ids: tuple[int, ...] = (2,),
+            **options: Any,
+        ) -> Server:
             model = tiny_model()
-            served = ServedModel("tiny", served_tokenizer or tokenizer, VOCAB_SIZE, 32 + MAX_TOKENS, MAX_TOKENS, 16)
+            text = served_tokenizer or tokenizer
+            served = ServedModel("tiny", text, stop_token_ids, VOCAB_SIZE, 32 + MAX_TOKENS, MAX_TOKENS, 16)
             driver = GeneratorDriver(generator or tiny_engine(model, max_new_tokens=MAX_TOKENS))
             app = create_app(driver, served, specs_of(weights_of(model)), **options)
             url = stack.enter_context(running(app))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -86,7 +87,8 @@ def test_what_is_submitted_between_results_comes_back_too(grader: Grader) -> Non
 def test_what_is_no_grade_is_a_reason_and_costs_nothing_else(grader: Grader, response: str, reason: str) -> None:
     before, bad, after = graded(grader, ["reward 1", response, "reward 0"])
     assert (before.grade, after.grade) == (Grade(1.0), Grade(0.0))
-    assert bad == GradedResponse(RolloutId(1), None, reason)
+    assert (bad.rollout_id, bad.grade) == (1, None)
+    assert re.fullmatch(rf"{re.escape(reason)}( \(.*obedient_environment.py:\d+\))?", bad.failure)
 
 
 def test_a_reason_is_no_longer_than_a_log_can_bear(grader: Grader) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import openai
 import pytest
 
+from midflight.models.text import response_text
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.testing.tiny_models import tiny_engine, tiny_model
-from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
+from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
 
 
 @pytest.fixture
@@ -38,6 +39,26 @@ def in_process(prompt: list[int], sampling: SamplingParams, seed: int, rollout_i
     while engine.num_in_flight:
         completions += engine.step()
     return sorted(completions, key=lambda completion: completion.rollout_id)
+
+
+def test_each_of_the_models_stop_tokens_ends_a_response(client: openai.OpenAI, start_server) -> None:
+    asked = {"model": "tiny", "prompt": "a1:", "seed": 2, "extra_body": {"return_token_ids": True}}
+    (whole,) = client.completions.create(**asked).choices
+    last = whole.token_ids[4]
+    server = start_server(stop_token_ids=(2, last))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as with_two_ends:
+        (choice,) = with_two_ends.completions.create(**asked).choices
+    end = whole.token_ids.index(last) + 1
+    assert (choice.token_ids, choice.finish_reason) == (whole.token_ids[:end], "stop")
+
+
+def test_the_text_that_is_served_is_the_text_that_is_graded(client: openai.OpenAI, tokenizer) -> None:
+    answer = client.completions.create(model="tiny", prompt="a1:", n=8, seed=2, extra_body={"return_token_ids": True})
+    assert any(set(choice.token_ids[:-1]) & set(tokenizer.all_special_ids) for choice in answer.choices)
+    for choice in answer.choices:
+        no_logprobs = np.zeros(len(choice.token_ids), np.float32)
+        generated = GeneratedTokens(np.array(choice.token_ids, np.int32), no_logprobs, no_logprobs.astype(np.int32))
+        assert choice.text == response_text(tokenizer, generated, FinishReason(choice.finish_reason))
 
 
 def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, tokenizer) -> None:

@@ -262,6 +262,14 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
         ((RECIPE, "task.options.min_terms=1"), "min_terms = 1"),
         ((RECIPE, "task.options.colour=1"), "task.options: "),
         ((RECIPE, "task.type=midflight.testing.fakes:CountingEnvironment"), "'-1': it has no -"),
+        (
+            (RECIPE, "task.type=pathlib:Path"),
+            "'pathlib:Path' is no environment: it has no problem, no held_out_problems, no grade",
+        ),
+        (
+            (RECIPE, "task.type=obedient_environment:ObedientEnvironment", "task.options.error=no data"),
+            "task.type: obedient_environment:ObedientEnvironment, the constructor: ValueError: no data",
+        ),
         (("/tmp",), "is a directory; to go on with the run in it, add --resume"),
         (("/tmp", "--resume"), "holds no run"),
         ((RECIPE, "schedule.max_waiting=16"), "the batch could never fill up; 32 or more would work"),

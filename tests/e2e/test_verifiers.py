@@ -74,12 +74,17 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
     assert groups["trained"] == 6 * 4
     assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
     log = (run / "logs" / "rollout.log").read_text()
-    for group, reason in {
+    reasons = {
         3: "the verifier took longer than task.grading_timeout_s = 0.5",
-        5: "LookupError: no reference solution",
+        5: f"LookupError: no reference solution ({tmp_path / 'verifiers.py'}:12)",
         7: "ValueError: the reward is nan",
         9: "TypeError: grade() returned a str, not a Grade",
-    }.items():
+    }
+    assert summary["failures"] == dict.fromkeys(reasons.values(), 1)
+    assert 1 <= log.count("Traceback") <= 4, "one for each grading process, of the error that is the verifier's own"
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: 4 of 28 groups failed and were not trained on, most often (1 of 4) by ")
+    for group, reason in reasons.items():
         assert log.count(f"of group {group} failed: {reason}") == 4
     assert log.count(" failed: ") == 16
     # Four of the held-out problems have such numbers, too, and are asked twice each.

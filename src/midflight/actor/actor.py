@@ -11,14 +11,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from midflight.actor.grading import response_text
 from midflight.actor.ledger import Ledger
 from midflight.errors import RequestError, RolloutError
-from midflight.protocols import Environment, Generator, Grader
+from midflight.models.text import encode_prompt, response_text
+from midflight.protocols import Environment, Generator, Grader, Tokenizer
 from midflight.types import (
     ActorCheckpoint,
     ActorState,
@@ -60,7 +59,7 @@ class Actor:
         generator: Generator,
         environment: Environment,
         grader: Grader,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         checkpoint: ActorCheckpoint | None = None,
     ) -> None:
         """Goes on from `checkpoint`: open groups keep the rollouts it holds; what it does not hold is asked again."""
@@ -148,7 +147,7 @@ class Actor:
 
     def _new_group(self, group_id: GroupId) -> RolloutGroup:
         problem = self._environment.problem(group_id)
-        prompt = np.array(self._tokenizer.encode(problem.prompt), np.int32)
+        prompt = np.array(encode_prompt(self._tokenizer, problem.prompt), np.int32)
         first = group_id * self._config.group_size
         rollouts = [
             Rollout(RolloutId(first + member), group_id, RolloutStatus.PARTIAL, prompt, GeneratedTokens.none())
@@ -230,9 +229,10 @@ class Actor:
         if not self.ledger.done(rollout.rollout_id):
             return
         group = self._groups[rollout.group_id]
-        if any(member.status is RolloutStatus.FAILED for member in group.rollouts):
+        failures = [member.failure for member in group.rollouts if member.status is RolloutStatus.FAILED]
+        if failures:
             del self._groups[group.group_id]
-            self.ledger.fail(group.group_id)
+            self.ledger.fail(group.group_id, failures[0])
         elif self._config.dynamic_sampling and _has_no_signal(group):
             self._filter(group)
         else:

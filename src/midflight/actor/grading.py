@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
 
+from midflight.actor.failures import log_once, reason_of
 from midflight.protocols import Environment
-from midflight.types import FinishReason, GeneratedTokens, Grade, GradedResponse, Problem, RolloutId
-
-_MAX_REASON = 500  # characters: it goes into a log line and, at worst, into the one line that ends the run
-
-
-def response_text(tokenizer: Any, generated: GeneratedTokens, finish_reason: FinishReason | None) -> str:
-    """What a verifier reads: without the token that ended it."""
-    stopped = finish_reason is FinishReason.STOP
-    text: str = tokenizer.decode(generated.token_ids[: -1 if stopped else None])
-    return text
+from midflight.types import Grade, GradedResponse, Problem, RolloutId
 
 
 def grade_response(environment: Environment, rollout_id: RolloutId, problem: Problem, response: str) -> GradedResponse:
@@ -25,7 +16,8 @@ def grade_response(environment: Environment, rollout_id: RolloutId, problem: Pro
         grade = environment.grade(problem, response)
         return GradedResponse(rollout_id, _checked(grade))
     except (Exception, SystemExit) as error:
-        return GradedResponse(rollout_id, None, _reason(error))
+        log_once(error)
+        return GradedResponse(rollout_id, None, reason_of(error))
 
 
 def _checked(grade: object) -> Grade:
@@ -47,11 +39,3 @@ def _number(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the {name} is {number}")
     return number
-
-
-def _reason(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # their own exception, which cannot even say what it is
-        text = "(it has no text)"
-    return f"{type(error).__name__}: {text}"[:_MAX_REASON]

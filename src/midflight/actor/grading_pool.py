@@ -26,6 +26,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import NamedTuple
 
+from midflight.actor.failures import reason_of
 from midflight.actor.grading import grade_response
 from midflight.errors import RolloutError
 from midflight.protocols import Environment
@@ -269,7 +270,7 @@ def _grade_until_closed(make_environment: Callable[[], Environment], connection:
     try:
         environment = make_environment()
     except Exception as error:
-        connection.send((_BROKEN, f"{type(error).__name__}: {error}"))
+        connection.send((_BROKEN, reason_of(error)))
         return
     connection.send(_READY)
     while True:

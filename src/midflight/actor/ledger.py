@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import overload
 
+from midflight.actor.failures import count_failure
 from midflight.types import ActorState, FleetView, GroupId, ReadyGroup, RolloutId
 
 
@@ -178,9 +179,11 @@ class Ledger:
         self.state.num_dropped_groups += 1
         self._leave_out(lengths)
 
-    def fail(self, group_id: GroupId) -> None:
+    def fail(self, group_id: GroupId, reason: str) -> None:
+        """Leave an open group out; `reason` is why a member failed."""
         del self._open[group_id]
         self.state.num_failed_groups += 1
+        count_failure(self.state.failures, reason)
         self.num_started -= self._group_size
 
     def take(self, group_ids: Sequence[GroupId]) -> tuple[list[int], list[int]]:
@@ -231,4 +234,5 @@ def _copy(state: ActorState, open_group_ids: list[GroupId] | None = None) -> Act
         open_group_ids=state.open_group_ids.copy() if open_group_ids is None else open_group_ids,
         generated_lengths=state.generated_lengths.copy(),
         dropped_lengths=state.dropped_lengths.copy(),
+        failures=state.failures.copy(),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ import typer
 
 from midflight.cli.options import Json, Overrides, RecipeArgument
 from midflight.errors import RecipeError
+from midflight.metrics.jsonl import json_text
 
 _VARIANTS = "TYPE[:KEY=VALUE]...,..."
 _SCHEDULES = "conventional,pipeline,april,bounded"
@@ -75,4 +75,4 @@ def compare(
         accuracy_every=accuracy_every,
     )
     result = run_comparison(comparison, out, functools.partial(print, file=sys.stderr, flush=True))
-    print(json.dumps(result, indent=2) if as_json else comparison_table(result["rows"]))
+    print(json_text(result) if as_json else comparison_table(result["rows"]))

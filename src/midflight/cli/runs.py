@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from midflight.cli.options import Json, Overrides, RecipeArgument
 from midflight.config import load_recipe
 from midflight.errors import RecipeError
+from midflight.metrics.jsonl import json_text
 
 
 def train(
@@ -38,7 +38,7 @@ def train(
         run = create_run(recipe)
     summary = run_locally(recipe, run, console)
     if as_json:
-        print(json.dumps(summary, indent=2))
+        print(json_text(summary))
     else:
         print_summary(summary)
 
@@ -58,7 +58,7 @@ def evaluate(
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint.resolve()})})
     check_evaluation(recipe)
-    print(json.dumps(asdict(evaluate_model(recipe, recipe.model.path)), indent=2))
+    print(json_text(asdict(evaluate_model(recipe, recipe.model.path))))
 
 
 def serve(

@@ -6,7 +6,6 @@ Results on stdout, progress on stderr.
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +14,7 @@ import typer
 
 from midflight.cli.options import Json
 from midflight.config import Scenario, dump_toml, load_scenario
+from midflight.metrics.jsonl import json_text
 
 ScenarioArgument = Annotated[Path, typer.Argument(metavar="SCENARIO", help="a scenario (TOML)")]
 ScenarioOverrides = Annotated[
@@ -62,7 +62,7 @@ def plan(
         from midflight.report.simulation_plots import plot_plan
 
         plot_plan(found, time_unit, plot)
-    print(json.dumps(plan_json(found), indent=2) if as_json else plan_text(found, time_unit))
+    print(json_text(plan_json(found)) if as_json else plan_text(found, time_unit))
 
 
 def simulate(
@@ -87,7 +87,7 @@ def simulate(
 
         plot_outcome(outcome, scenario.simulation.time_unit, plot)
     if as_json:
-        print(json.dumps(simulation_json(outcome, estimate, with_rollouts=rollouts), indent=2))
+        print(json_text(simulation_json(outcome, estimate, with_rollouts=rollouts)))
     else:
         print(simulation_text(outcome, estimate, scenario.simulation.time_unit))
 
@@ -120,7 +120,7 @@ def calibrate(
 
         plot_rates(rate_tables(scenario), "s", plot)
     _report(f"written to {out}")
-    print(json.dumps(figures, indent=2) if as_json else calibration_text(scenario))
+    print(json_text(figures) if as_json else calibration_text(scenario))
 
 
 def _validate(scenario: Scenario, recipe_path: Path, schedules: str, seconds: float, as_json: bool) -> None:
@@ -130,7 +130,7 @@ def _validate(scenario: Scenario, recipe_path: Path, schedules: str, seconds: fl
     variants = parse_variants("schedule", schedules)
     validation = plan_validation(scenario, recipe_path, (), variants, seconds)
     result = run_validation(validation, None, _report)
-    print(json.dumps(result, indent=2) if as_json else validation_table(result["rows"]))
+    print(json_text(result) if as_json else validation_table(result["rows"]))
 
 
 _report = functools.partial(print, file=sys.stderr, flush=True)

@@ -6,13 +6,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from midflight.actor.grading import response_text
 from midflight.concurrency.doorbell import WAIT_SLICE_S
-from midflight.protocols import Environment, Generator, Grader
+from midflight.models.text import encode_prompt, response_text
+from midflight.protocols import Environment, Generator, Grader, Tokenizer
 from midflight.types import Float64Array, GenerationRequest, Problem, RolloutId, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -20,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Accuracies are the mean reward; by difficulty in buckets 1, 2, 3, 4, 5-8, 9-16, ..."""
+    """Accuracies are the mean reward; by difficulty in buckets 1, 2, 3, 4, 5-8, 9-16, ... None: of no problems."""
 
-    num_problems: int
-    sampled_accuracy: float
-    greedy_accuracy: float
+    num_problems: int  # that there were, which may be fewer than asked for
+    sampled_accuracy: float | None
+    greedy_accuracy: float | None
     sampled_accuracy_by_difficulty: dict[str, float]
     hard_from: int  # the difficulty that counts as hard
     num_hard_problems: int
     sampled_accuracy_hard: float | None
-    mean_length: float  # tokens, sampled
+    mean_length: float | None  # tokens, sampled
     num_ungraded: int  # answers, sampled and greedy, that the verifier could not grade; they count as wrong
 
 
@@ -49,7 +48,7 @@ class Examiner:
     generator: Generator
     environment: Environment
     grader: Grader
-    tokenizer: Any
+    tokenizer: Tokenizer
     seed: int
 
     def answers(self, problems: Sequence[Problem], sampling: SamplingParams) -> Answers:
@@ -58,7 +57,7 @@ class Examiner:
         Raises: RolloutError if the grader gives up.
         """
         generator, grader = self.generator, self.grader
-        prompts = [np.array(self.tokenizer.encode(problem.prompt), np.int32) for problem in problems]
+        prompts = [np.array(encode_prompt(self.tokenizer, problem.prompt), np.int32) for problem in problems]
         generator.add(
             [GenerationRequest(RolloutId(index), prompt, sampling, self.seed) for index, prompt in enumerate(prompts)]
         )
@@ -87,18 +86,23 @@ def evaluate(examiner: Examiner, sampling: SamplingParams, *, num_problems: int,
     failures = sampled.failures + greedy.failures
     if failures:
         logger.warning("%d answers to held-out problems could not be graded; the last: %s", len(failures), failures[-1])
-    hard = np.array([problem.difficulty >= hard_from for problem in problems])
+    hard = np.array([problem.difficulty >= hard_from for problem in problems], bool)
     return Evaluation(
-        num_problems=num_problems,
-        sampled_accuracy=float(sampled.rewards.mean()),
-        greedy_accuracy=float(greedy.rewards.mean()),
+        num_problems=len(problems),
+        sampled_accuracy=mean_or_none(sampled.rewards),
+        greedy_accuracy=mean_or_none(greedy.rewards),
         sampled_accuracy_by_difficulty=_by_difficulty(problems, sampled.rewards),
         hard_from=hard_from,
         num_hard_problems=int(hard.sum()),
-        sampled_accuracy_hard=float(sampled.rewards[hard].mean()) if hard.any() else None,
-        mean_length=float(sampled.lengths.mean()),
+        sampled_accuracy_hard=mean_or_none(sampled.rewards[hard]),
+        mean_length=mean_or_none(sampled.lengths),
         num_ungraded=len(failures),
     )
+
+
+def mean_or_none(values: Float64Array) -> float | None:
+    """None if there are no values."""
+    return float(values.mean()) if len(values) else None
 
 
 def _by_difficulty(problems: Sequence[Problem], rewards: Float64Array) -> dict[str, float]:

@@ -6,7 +6,6 @@ half of the cores; where they take turns each has all of them.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -23,7 +22,7 @@ from midflight.experiments.comparison_rows import Figures, combine_seeds, curve,
 from midflight.experiments.runs import train
 from midflight.experiments.variants import Variant
 from midflight.launch.build import build_grader, check_recipe
-from midflight.metrics.jsonl import read_metrics
+from midflight.metrics.jsonl import json_text, read_metrics
 from midflight.report.machine import describe_machine
 from midflight.report.runs import plot_runs
 from midflight.run.directory import create_directory, write_whole
@@ -130,7 +129,7 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
         ],
         "runs": runs,
     }
-    write_whole(out / "compare.json", json.dumps(result, indent=2) + "\n")
+    write_whole(out / "compare.json", json_text(result) + "\n")
     _plot(runs, out, report)
     report(f"written to {out}")
     return result

@@ -15,6 +15,7 @@ from midflight.errors import GenerationError
 from midflight.generation.driver import GeneratorDriver, Progress
 from midflight.generation.http_errors import ApiError
 from midflight.generation.text import Decode, Detokenizer, StopStrings
+from midflight.models.text import without_stop_token
 from midflight.types import FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 
@@ -39,10 +40,8 @@ class _Assembly:
 
     def take(self, progress: Progress) -> Part:
         """Tokens after the one that completes a stop string do not count."""
-        token_ids: list[int] = progress.generated.token_ids.tolist()
+        token_ids: list[int] = without_stop_token(progress.generated.token_ids.tolist(), progress.finish_reason)
         ended = progress.finish_reason is not None
-        if progress.finish_reason is FinishReason.STOP:
-            token_ids.pop()  # it says that the text ends, and is no part of it
         if self._stop is None:
             text = self._detokenizer.push(token_ids) + (self._detokenizer.flush() if ended else "")
             return self._part(progress, text)

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from midflight.generation.schemas import (
     Generated,
     GenerationOptions,
 )
+from midflight.models.text import decode, encode_chat, encode_prompt
+from midflight.protocols import Tokenizer
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
 
 
@@ -28,7 +29,8 @@ class ServedModel:
     """What is served: the limits that requests are held to, and the tokenizer."""
 
     name: str
-    tokenizer: Any
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]  # of a request that names none
     vocab_size: int
     max_length: int  # of prompt and response
     max_tokens: int  # per response
@@ -38,7 +40,7 @@ class ServedModel:
 class Tokenizing:
     """The tokenizer, off the event loop where a text can be long; one at a time, since it is not made for two."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._token_texts: dict[int, str] = {}
@@ -49,27 +51,20 @@ class Tokenizing:
             text.encode()
         except UnicodeEncodeError as error:
             raise ApiError(400, f"prompt: character {error.start} is half a surrogate pair", param="prompt") from error
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._tokenizer.encode, text)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode_prompt, self._tokenizer, text)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Raises: ApiError 400 if there is no chat template, or it does not take these messages."""
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self._tokenizer.chat_template:
             raise ApiError(400, "the model's tokenizer has no chat template; /v1/completions would work")
-
-        def encode() -> list[int]:
-            token_ids: list[int] = self._tokenizer.apply_chat_template(
-                [_plain(message) for message in messages], add_generation_prompt=True, return_dict=False
-            )
-            return token_ids
-
+        plain = [_plain(message) for message in messages]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, encode_chat, self._tokenizer, plain)
         except Exception as error:  # whatever a template likes to raise
             raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return decode(self._tokenizer, token_ids)
 
     def of_token(self, token_id: int) -> str:
         if token_id not in self._token_texts:
@@ -110,7 +105,7 @@ def generation_requests(
         raise ApiError(400, f"rollout_id + n is above {NUM_ROLLOUT_IDS}", param="rollout_id")
     stop_token_ids = body.stop_token_ids
     if stop_token_ids is None:
-        stop_token_ids = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
+        stop_token_ids = list(model.stop_token_ids)
     generated = _generated_tokens(body.generated) if body.generated else None
     _check_token_ids("stop_token_ids", stop_token_ids, model.vocab_size)
     for prompt in prompts:

@@ -55,7 +55,7 @@ class GenerationOptions(Wire):
     min_p: float | None = Field(None, ge=0, le=1, description="drop tokens this much less likely than the likeliest")
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     stop_token_ids: list[TokenId] | None = Field(
-        None, description="tokens that end a response; default: the model's end-of-sequence token"
+        None, description="tokens that end a response; default: the model's end-of-sequence tokens"
     )
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="with the prompt, decides the samples")
     stream: bool | None = None

@@ -17,18 +17,20 @@ from midflight.actor.grading_pool import GradingPool
 from midflight.config import Recipe
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import check_engine_runs, engine_model
+from midflight.engine.rows import MAX_STOP_TOKENS
 from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
 from midflight.launch.schedules import build_schedule
 from midflight.launch.streams import check_streams
-from midflight.models.loading import check_model_directory, load_config, load_tokenizer
+from midflight.launch.task_check import check_task
+from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids
 from midflight.models.lora import LoraSettings
 from midflight.preprocess.advantages import ADVANTAGES
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
-from midflight.protocols import Environment, Reference, Schedule, TrainerBackend, WeightSender
+from midflight.protocols import Reference, Schedule, Tokenizer, TrainerBackend, WeightSender
 from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
 from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.learning_rates import LearningRates
@@ -38,7 +40,6 @@ from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
 DEFAULT_ZERO_STAGE = 2
-_NUM_TOKENIZER_SAMPLES = 64
 _ONE_RANK = OneRank()
 
 
@@ -49,12 +50,12 @@ def recipe_schedule(recipe: Recipe) -> Schedule:
     )
 
 
-def build_actor_config(recipe: Recipe, tokenizer: Any) -> ActorConfig:
+def build_actor_config(recipe: Recipe, tokenizer: Tokenizer) -> ActorConfig:
     batch = recipe.batch
     return ActorConfig(
         batch.batch_size,
         batch.group_size,
-        build_sampling(recipe, tokenizer),
+        build_sampling(recipe, recipe.model.path, tokenizer),
         recipe.run.seed,
         batch.dynamic_sampling,
         batch.max_filtered_in_a_row,
@@ -67,8 +68,10 @@ def build_grader(recipe: Recipe) -> GradingPool:
     )
 
 
-def build_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
-    return SamplingParams(recipe.sampling.max_tokens, recipe.sampling.temperature, (tokenizer.eos_token_id,))
+def build_sampling(recipe: Recipe, path: Path, tokenizer: Tokenizer) -> SamplingParams:
+    """`path`: the model's directory, which may be a checkpoint."""
+    sampling = recipe.sampling
+    return SamplingParams(sampling.max_tokens, sampling.temperature, stop_token_ids(path, tokenizer))
 
 
 def build_engine(
@@ -214,9 +217,13 @@ def check_evaluation(recipe: Recipe) -> None:
     Raises: RecipeError, ModelError.
     """
     tokenizer = check_model(recipe)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer in {recipe.model.path} has no end-of-sequence token: no response could end")
-    _check_tokenizer_fits(recipe, build_environment(recipe), tokenizer, recipe.model.path)
+    num_stop_tokens = len(stop_token_ids(recipe.model.path, tokenizer))
+    if not 1 <= num_stop_tokens <= MAX_STOP_TOKENS:
+        raise ModelError(
+            f"the tokenizer and generation_config.json in {recipe.model.path} name {num_stop_tokens} end-of-sequence"
+            f" tokens; a response needs one to end, and the engine takes up to {MAX_STOP_TOKENS}"
+        )
+    check_task(recipe, build_environment(recipe), tokenizer)
 
 
 def check_device(section: str, device: str, num_ranks: int = 1) -> None:
@@ -228,7 +235,7 @@ def check_device(section: str, device: str, num_ranks: int = 1) -> None:
         )
 
 
-def check_model(recipe: Recipe) -> Any:
+def check_model(recipe: Recipe) -> Tokenizer:
     """Whether the engine can run the model; returns its tokenizer.
 
     Raises: RecipeError, ModelError.
@@ -268,22 +275,3 @@ def _check_vocabulary(recipe: Recipe, reference: str, vocab_size: int) -> None:
             f"{reference} has a vocabulary of {vocab_size} tokens, and that of model.path = {recipe.model.path} has"
             f" {expected}: their probabilities cannot be compared"
         )
-
-
-def _check_tokenizer_fits(recipe: Recipe, environment: Environment, tokenizer: Any, path: Path) -> None:
-    for problem in environment.held_out_problems(_NUM_TOKENIZER_SAMPLES):
-        for text in (problem.prompt, problem.answer):
-            token_ids = tokenizer.encode(text)
-            decoded = tokenizer.decode(token_ids, skip_special_tokens=True)
-            lost = sorted(set(text) - set(decoded))
-            if lost or tokenizer.unk_token_id in token_ids:
-                raise ModelError(
-                    f"the tokenizer in {path} cannot write {recipe.task.type}'s {text!r}: it has no"
-                    f" {' '.join(lost) or 'token for part of it'}"
-                )
-        num_tokens = len(tokenizer.encode(problem.prompt))
-        if num_tokens > recipe.engine.max_prompt_tokens:
-            raise RecipeError(
-                f"engine.max_prompt_tokens = {recipe.engine.max_prompt_tokens} is less than a prompt of"
-                f" {recipe.task.type} needs: {num_tokens}"
-            )

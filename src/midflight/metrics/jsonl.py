@@ -110,6 +110,11 @@ def _parse(path: Path, content: bytes) -> list[MetricsLine]:
     return lines
 
 
+def json_text(value: object) -> str:
+    """A result as indented JSON, for people and programs; null for every number that is not finite."""
+    return json.dumps(finite(value), indent=2, allow_nan=False)
+
+
 def finite(value: object) -> object:
     """The same with null for every number that is not finite, however deep, which every JSON reader understands."""
     if isinstance(value, float):

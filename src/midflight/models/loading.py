@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.utils import logging
 
 from midflight.errors import ModelError
 from midflight.models.attention import PACKED_ATTENTION
+from midflight.protocols import Tokenizer
 
 Named = tuple[str, Tensor]
 
@@ -64,9 +66,27 @@ def load_config(path: Path) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Tokenizer:
     with _readable(path):
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return tokenizer
+
+
+def stop_token_ids(path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's EOS token, then those that the model directory lists.
+
+    Chat models list several in generation_config.json, such as the end of a turn and the end of a text.
+    Raises: ModelError if a file cannot be read.
+    """
+    listed = [tokenizer.eos_token_id]
+    # Read from the files themselves: transformers fills in a default of its own where config.json names none.
+    for file in (path / "generation_config.json", path / "config.json"):
+        if file.is_file():
+            with _readable(file):
+                value = json.loads(file.read_text()).get("eos_token_id")
+            listed += value if isinstance(value, list) else [value]
+    vocab_size = load_config(path).vocab_size
+    return tuple(dict.fromkeys(each for each in listed if each is not None and 0 <= each < vocab_size))
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -78,7 +98,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
     return model.eval()  # type: ignore[no-any-return]
 
 
-def save_description(model: Any, tokenizer: Any, directory: Path) -> None:
+def save_description(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
     """What `from_pretrained` reads besides weights."""
     for described in (model.config, model.generation_config, tokenizer):
         described.save_pretrained(directory)

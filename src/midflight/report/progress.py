@@ -19,6 +19,7 @@ from rich.text import Text
 from midflight.metrics.jsonl import MetricsLine
 
 _PLAIN_LINE_EVERY_S = 5.0
+_MANY_FAILED = 0.1  # of the groups that ended
 _NUM_AVERAGED = 20  # steps; single batches are too noisy to read
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
@@ -88,6 +89,7 @@ class LiveView:
                 f"{newest.get('in_flight', 0):.0f} in flight",
                 f"idle {self._percent('idle/generation_fraction')}",
                 f"weight update {1e3 * self._mean('update/pause_s'):.1f} ms",
+                *self._failed(),
             ],
             [
                 "training",
@@ -105,6 +107,11 @@ class LiveView:
             ],
             ["graded", *(f"{name} {self._mean(f'reward/{name}'):.3f}" for name in self._components())],
         ]
+
+    def _failed(self) -> list[str]:
+        """Groups that failed in the steps that are averaged over; nothing if none did."""
+        num_failed = sum(self._values("dropped/failed_groups"))
+        return [f"{num_failed:.0f} groups failed in {len(self._recent)} steps"] if num_failed else []
 
     def _components(self) -> list[str]:
         """What the environment grades besides the reward."""
@@ -129,7 +136,7 @@ class LiveView:
             f"  generated {self._rate('throughput/generated_tokens_per_s'):,.0f} tok/s"
             f"  trained {self._rate('throughput/trained_tokens_per_s'):,.0f} tok/s"
             f"  lag {self._mean('lag/mean'):.1f} (max {self._max('lag/max'):.0f})  ESS {self._mean('ess'):.4f}"
-            f"  eta {_clock(self._eta_s())}"
+            f"  eta {_clock(self._eta_s())}{''.join('  ' + each for each in self._failed())}"
         )
 
     def _eta_s(self) -> float:
@@ -163,7 +170,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     console = console or Console()
     table = Table.grid(padding=(0, 3))
     for title, value in _summary_rows(summary):
-        table.add_row(Text(title, style="bold"), value)
+        table.add_row(Text(title, style="bold"), Text(value))
     console.print(Panel(table, title="done", title_align="left", expand=False), highlight=False)
     # Outside the panel, so that a long path is never broken or cut.
     console.print(summary["run_directory"], soft_wrap=True, highlight=False)
@@ -190,6 +197,8 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("length", _lengths(summary["length_bias"])),
         ("groups", ", ".join(f"{count} {name}" for name, count in groups.items())),
     ]
+    if groups["failed"]:
+        rows.append(("failed groups", _failures(summary)))
     if any(dropped.values()):
         rows.append(
             ("dropped", f"{dropped['filtered']} without signal, {dropped['queue_full']} because of a full queue")
@@ -199,6 +208,24 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["skipped_steps"]:
         rows.append(("skipped steps", f"{summary['skipped_steps']} (loss not finite)"))
     return rows
+
+
+def failure_warning(summary: dict[str, Any]) -> str | None:
+    """A line on failed groups if they are more than a tenth of the groups that ended."""
+    groups = summary["groups"]
+    num_ended = groups["trained"] + groups["dropped"] + groups["failed"]
+    if groups["failed"] <= _MANY_FAILED * num_ended:
+        return None
+    return (
+        f"warning: {groups['failed']} of {num_ended} groups failed and were not trained on, {_failures(summary)};"
+        f" tracebacks are in {summary['run_directory']}/logs/rollout.log"
+    )
+
+
+def _failures(summary: dict[str, Any]) -> str:
+    """The most frequent reason; a run that began with an older midflight may have none."""
+    reason, count = next(iter(summary["failures"].items()), ("an unknown reason", summary["groups"]["failed"]))
+    return f"most often ({count} of {summary['groups']['failed']}) by {reason}"
 
 
 def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ def run_table(directories: Sequence[Path]) -> str:
     for directory, label in zip(directories, labels_of(directories), strict=True):
         summary = _summary(directory)
         after, ess = summary["eval_after"], summary["mean_ess"]
-        accuracy = f"{after['sampled_accuracy']:.3f}" if after else "-"
+        accuracy = f"{after['sampled_accuracy']:.3f}" if after and after["sampled_accuracy"] is not None else "-"
         rate = summary["samples"] / max(summary["train_wall_s"], 1e-9)
         lines.append(
             f"{label:32}{accuracy:>10}{summary['train_wall_s']:>9.1f}{summary['steps']:>7}{rate:>11.1f}"

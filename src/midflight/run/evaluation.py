@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 
 from midflight.config import Recipe
-from midflight.evals.evaluate import Evaluation, Examiner, evaluate
+from midflight.evals.evaluate import Evaluation, Examiner, evaluate, mean_or_none
 from midflight.launch.build import build_engine, build_grader, build_sampling, num_threads
 from midflight.launch.environments import build_environment
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
@@ -20,17 +21,18 @@ def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
         examiner = _examiner(recipe, path, grader)
         return evaluate(
             examiner,
-            build_sampling(recipe, examiner.tokenizer),
+            build_sampling(recipe, path, examiner.tokenizer),
             num_problems=recipe.eval.num_problems,
             hard_from=recipe.eval.hard_from,
         )
 
 
 def sampled_accuracy(recipe: Recipe, path: Path, grader: Grader) -> float:
-    """As in `evaluate_model`, and nothing else. The grader is the caller's, for many models."""
+    """As in `evaluate_model`, and nothing else; NaN without problems. The grader is the caller's, for many models."""
     examiner = _examiner(recipe, path, grader)
     problems = examiner.environment.held_out_problems(recipe.eval.num_problems)
-    return float(examiner.answers(problems, build_sampling(recipe, examiner.tokenizer)).rewards.mean())
+    accuracy = mean_or_none(examiner.answers(problems, build_sampling(recipe, path, examiner.tokenizer)).rewards)
+    return math.nan if accuracy is None else accuracy
 
 
 def _examiner(recipe: Recipe, path: Path, grader: Grader) -> Examiner:

@@ -20,8 +20,8 @@ from typing import Any
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
-from midflight.metrics.jsonl import MetricsTail
-from midflight.report.progress import LiveView
+from midflight.metrics.jsonl import MetricsTail, json_text
+from midflight.report.progress import LiveView, failure_warning
 from midflight.run.directory import write_whole
 from midflight.run.evaluation import evaluate_model
 from midflight.run.resuming import prepare_to_resume
@@ -62,9 +62,11 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
         write_chrome_trace([each for each in spans if each.exists()], run.trace)
         eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
         summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
-        write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
+        write_whole(run.summary, json_text(summary) + "\n")
     if ended_early:
         raise ended_early
+    if warning := failure_warning(summary):
+        console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
     return summary
 
 

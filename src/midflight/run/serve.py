@@ -21,7 +21,7 @@ from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.launch.build import build_engine, check_model, num_threads
-from midflight.models.loading import load_config, load_model, weights_of
+from midflight.models.loading import load_config, load_model, stop_token_ids, weights_of
 from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30
@@ -44,6 +44,7 @@ def serve_model(recipe: Recipe, announce: Callable[[str], object], retire: Calla
         model = ServedModel(
             name=config.model_name or path.name,
             tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids(path, tokenizer),
             vocab_size=model_config.vocab_size,
             max_length=recipe.max_length,
             max_tokens=recipe.sampling.max_tokens,

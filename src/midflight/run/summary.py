@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -68,6 +69,8 @@ def summarize(
             "filtered": actor.num_filtered_groups if actor else 0,
             "queue_full": actor.num_dropped_groups if actor else 0,
         },
+        # Why groups failed, the most frequent reason first.
+        "failures": dict(Counter(actor.failures).most_common()) if actor else {},
         "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
     }
 

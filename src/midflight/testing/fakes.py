@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -129,10 +129,12 @@ class ImmediateGrader:
 class DigitTokenizer:
     """One token per character of a number; enough for CountingEnvironment."""
 
-    def encode(self, text: str) -> list[int]:
+    bos_token = eos_token_id = unk_token = unk_token_id = chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) % 10 for character in text]
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(str(token_id) for token_id in token_ids)
 
 

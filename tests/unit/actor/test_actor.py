@@ -86,6 +86,9 @@ def test_a_reward_that_is_no_number_fails_the_group_and_not_the_run(bad: object)
     run(actor, 8)
     assert actor.state.num_failed_groups == 1
     groups = chosen_groups(actor)
+    ((reason, count),) = actor.state.failures.items()
+    assert reason.startswith(("TypeError", "ValueError"))
+    assert count == 1
     # The failed group's place in the batch is taken by the next one.
     assert [group.group_id for group in groups] == [1, 2]
 
@@ -99,7 +102,8 @@ def test_a_failed_rollout_says_why() -> None:
     rollout = next(iter(actor.open_rollouts()))
     run(actor, 3)
     assert rollout.status is RolloutStatus.FAILED
-    assert rollout.failure == "ZeroDivisionError: no such verifier"
+    assert rollout.failure.startswith("ZeroDivisionError: no such verifier (")
+    assert "test_actor.py:" in rollout.failure
 
 
 def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from midflight.errors import RunDirectoryError
-from midflight.metrics.jsonl import JsonlWriter, MetricsTail, read_metrics
+from midflight.metrics.jsonl import JsonlWriter, MetricsTail, json_text, read_metrics
 
 
 def write_versions(path: Path, *versions: int, torn: str = "") -> None:
@@ -97,6 +98,15 @@ def test_a_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
         file.write('ion": 3}\n')
     assert versions(tail.read()) == [3]
     assert tail.read() == []
+
+
+def test_a_result_has_null_for_what_is_no_number() -> None:
+    result = {"accuracy": math.nan, "rows": [{"rate": -math.inf}, {"rate": 1.5}], "n": 0}
+    assert json.loads(json_text(result), parse_constant=pytest.fail) == {
+        "accuracy": None,
+        "rows": [{"rate": None}, {"rate": 1.5}],
+        "n": 0,
+    }
 
 
 def test_a_tail_notices_that_a_resume_cut_the_file_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from midflight.report import progress
-from midflight.report.progress import LiveView, print_summary
+from midflight.report.progress import LiveView, failure_warning, print_summary
 
 Line = dict[str, Any]
 
@@ -148,6 +148,13 @@ def test_without_a_terminal_there_is_one_line_now_and_then(monkeypatch: pytest.M
     assert "\x1b" not in output(console)
 
 
+def test_groups_that_fail_are_seen_while_the_run_goes_on() -> None:
+    console = pipe()
+    with LiveView(10, console) as view:
+        view.update([line(1), line(2, **{"dropped/failed_groups": 3.0})])
+    assert "3 groups failed in 2 steps" in output(console)
+
+
 def test_a_run_that_ends_before_its_first_step_shows_nothing() -> None:
     console = pipe()
     with LiveView(10, console) as view:
@@ -196,6 +203,7 @@ def summary(**values: Any) -> dict[str, Any]:
         "length_bias": {"ks": 0.0104, "mean_generated": 19.24, "mean_trained": 18.96, "mean_dropped": 44.0},
         "dropped": {"filtered": 2, "queue_full": 1},
         "groups": {"started": 1612, "trained": 1600, "dropped": 3, "failed": 1, "unfinished": 8},
+        "failures": {"ValueError: not [a number] (task.py:7)": 1},
         "restarts": {"trainer": 2, "rollout": 1},
         **values,
     }
@@ -232,6 +240,7 @@ def row(text: str, title: str) -> str:
         ("processes started again", ["2 trainer, 1 rollout"]),
         ("length", ["19.2 generated", "19.0 trained", "44.0 dropped", "bias 0.0104"]),
         ("dropped", ["2 without signal", "1 because of a full queue"]),
+        ("failed groups", ["most often (1 of 1) by ValueError: not [a number] (task.py:7)"]),
         ("groups", ["1612 started", "1600 trained", "3 dropped", "1 failed", "8 unfinished"]),
     ],
 )
@@ -279,6 +288,18 @@ def test_a_run_without_a_step_has_a_summary() -> None:
 def test_dropped_groups_are_only_mentioned_if_there_were_any() -> None:
     text = printed(summary(dropped={"filtered": 0, "queue_full": 0}))
     assert "without signal" not in text
+
+
+def test_many_failed_groups_are_a_warning_with_the_reason() -> None:
+    counts = {"started": 88, "trained": 20, "dropped": 2, "failed": 64, "unfinished": 2}
+    values = summary(groups=counts, failures={"ValueError: x (task.py:7)": 60, "too slow": 4})
+    warning = failure_warning(values)
+    assert warning is not None
+    assert warning.startswith(
+        "warning: 64 of 86 groups failed and were not trained on, most often (60 of 64) by ValueError: x (task.py:7);"
+    )
+    assert failure_warning(summary()) is None
+    assert failure_warning(summary(groups=counts | {"trained": 0, "dropped": 0, "failed": 0})) is None
 
 
 def test_skipped_steps_are_only_mentioned_if_there_were_any() -> None:

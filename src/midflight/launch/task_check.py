@@ -1,0 +1,66 @@
+"""The check of a task before a process is started: its environment answers, and the tokenizer can write its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from midflight.config import Recipe
+from midflight.errors import ModelError, RecipeError
+from midflight.launch.environments import users_code
+from midflight.models.text import encode_prompt
+from midflight.protocols import Environment, Tokenizer
+from midflight.types import Problem
+
+_NUM_SAMPLES = 64
+
+
+def check_task(recipe: Recipe, environment: Environment, tokenizer: Tokenizer) -> None:
+    """Look at the first held-out problems and the first training problem.
+
+    Raises: RecipeError if the environment fails or a prompt is too long; ModelError if the tokenizer cannot write one.
+    """
+    for problem in _problems(recipe, environment):
+        _check_tokenizer_fits(recipe, tokenizer, problem.prompt)
+        num_tokens = len(encode_prompt(tokenizer, problem.prompt))
+        if num_tokens > recipe.engine.max_prompt_tokens:
+            raise RecipeError(
+                f"engine.max_prompt_tokens = {recipe.engine.max_prompt_tokens} is less than a prompt of"
+                f" {recipe.task.type} needs: {num_tokens}"
+            )
+
+
+def _problems(recipe: Recipe, environment: Environment) -> list[Problem]:
+    asked = f"held_out_problems({_NUM_SAMPLES})"
+    with users_code(recipe, asked):
+        held_out = environment.held_out_problems(_NUM_SAMPLES)
+    if not isinstance(held_out, Sequence):
+        raise RecipeError(f"task.type: {recipe.task.type}.{asked} returned a {type(held_out).__name__}, not a list")
+    with users_code(recipe, "problem(0)"):
+        first = environment.problem(0)
+    for method, problem in [*((asked, each) for each in held_out), ("problem(0)", first)]:
+        _check_problem(f"task.type: {recipe.task.type}.{method} returned a", problem)
+    return [*held_out, first]
+
+
+def _check_problem(returned: str, problem: object) -> None:
+    """Raises: RecipeError, beginning with `returned`, naming the field that is wrong."""
+    if not isinstance(problem, Problem):
+        raise RecipeError(f"{returned} {type(problem).__name__}, not a Problem")
+    for field in fields(problem):
+        value, expected = getattr(problem, field.name), int if field.name == "difficulty" else str
+        if not isinstance(value, expected):
+            raise RecipeError(f"{returned} Problem whose {field.name} is {value!r}, not of type {expected.__name__}")
+
+
+def _check_tokenizer_fits(recipe: Recipe, tokenizer: Tokenizer, prompt: str) -> None:
+    token_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    lost = sorted(set(prompt) - set(tokenizer.decode(token_ids)))
+    # An unknown word may consist of characters that others have. The unknown token may also be written on purpose.
+    num_unknown = sum(token_id == tokenizer.unk_token_id for token_id in token_ids)
+    num_written = prompt.count(tokenizer.unk_token) if tokenizer.unk_token else 0
+    if lost or num_unknown > num_written:
+        raise ModelError(
+            f"the tokenizer in {recipe.model.path} cannot write {recipe.task.type}'s {prompt!r}: it has no"
+            f" {' '.join(lost) or 'token for part of it'}"
+        )

@@ -1,0 +1,38 @@
+"""Text to tokens and back: one rule for prompts and one for responses, in training, evaluation and serving alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from midflight.protocols import Tokenizer
+from midflight.types import FinishReason, GeneratedTokens
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token ids of a prompt, with the special tokens the tokenizer adds.
+
+    A text that begins with the BOS token, as a rendered chat template does, gets none added: BOS must not come twice.
+    """
+    bos = tokenizer.bos_token
+    return tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The token ids of a conversation, up to where the model's answer begins; the chat template adds all it needs."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of generated tokens, without special tokens."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def without_stop_token(token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
+    """The tokens before the one that ended the response, which need not be a special token."""
+    return token_ids[:-1] if finish_reason is FinishReason.STOP else token_ids
+
+
+def response_text(tokenizer: Tokenizer, generated: GeneratedTokens, finish_reason: FinishReason | None) -> str:
+    """A whole response as it is graded, evaluated and served."""
+    token_ids: list[int] = generated.token_ids.tolist()
+    return decode(tokenizer, without_stop_token(token_ids, finish_reason))

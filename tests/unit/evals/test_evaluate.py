@@ -1,0 +1,38 @@
+"""An evaluation counts the problems there were, and says nothing about those there were not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from midflight.evals.evaluate import Evaluation, Examiner, evaluate
+from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
+from midflight.types import Problem, SamplingParams
+
+
+class Few(CountingEnvironment):
+    """Has `num_held_out` held-out problems, however many are asked for."""
+
+    num_held_out = 0
+
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        return super().held_out_problems(min(num_problems, self.num_held_out))
+
+
+def evaluation_of(num_held_out: int) -> Evaluation:
+    environment = Few()
+    environment.num_held_out = num_held_out
+    generator = ScriptedGenerator(lambda _: 3)
+    examiner = Examiner(generator, environment, ImmediateGrader(environment), DigitTokenizer(), seed=0)
+    return evaluate(examiner, SamplingParams(max_tokens=8), num_problems=512, hard_from=5)
+
+
+def test_the_problems_that_there_were_are_counted() -> None:
+    evaluation = evaluation_of(3)
+    assert (evaluation.num_problems, evaluation.sampled_accuracy, evaluation.mean_length) == (3, 1.0, 3.0)
+
+
+def test_no_problems_have_no_accuracy() -> None:
+    evaluation = evaluation_of(0)
+    figures = ("sampled_accuracy", "greedy_accuracy", "sampled_accuracy_hard", "mean_length")
+    assert [asdict(evaluation)[name] for name in figures] == [None] * 4
+    assert (evaluation.num_problems, evaluation.num_hard_problems) == (0, 0)

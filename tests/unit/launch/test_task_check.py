@@ -1,0 +1,137 @@
+"""A task of the user's own that cannot work is one line that says where, before a process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config import Recipe, load_recipe
+from midflight.errors import ModelError, RecipeError
+from midflight.launch.build import check_evaluation
+from midflight.launch.environments import build_environment
+from midflight.types import Grade, Problem
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+
+
+class Task:
+    """Every prompt is `prompt`; it takes no seed."""
+
+    prompt, answer = "a1:", "1"
+
+    def problem(self, index: int) -> Problem:
+        return Problem(str(index), self.prompt, self.answer)
+
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        return [self.problem(index) for index in range(num_problems)]
+
+    def grade(self, problem: Problem, response: str) -> Grade:
+        return Grade(1.0)
+
+
+class TakesSeed(Task):
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+
+class TakesAnything(Task):
+    def __init__(self, **options: int) -> None:
+        self.seed = options["seed"]
+
+
+class TakesPath(Task):
+    def __init__(self, path: str) -> None:
+        Path(path).read_text()
+
+
+class NoColumn(Task):
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        return [Problem("0", {"text": "a1:"}["question"], "1")]
+
+
+class NotAList(Task):
+    def held_out_problems(self, num_problems: int):
+        return None
+
+
+class NotProblems(Task):
+    def problem(self, index: int):
+        return "a1:"
+
+
+class NumberAsAnswer(Task):
+    answer = 1  # type: ignore[assignment]
+
+
+class NoHeldOutProblems:
+    problem, grade = Task.problem, Task.grade
+    prompt, answer = "a1:", "1"
+
+
+class SpecialTokens(Task):
+    prompt, answer = "<bos>a1:<eos><unk>", "Ответ, which is never fed to the model"
+
+
+class UnknownCharacter(Task):
+    prompt = "a1¿:"
+
+
+class LongPrompt(Task):
+    prompt = "a1" * 40
+
+
+def recipe(task: type | str, *overrides: str) -> Recipe:
+    name = task if isinstance(task, str) else f"{__name__}:{task.__name__}"
+    return load_recipe(RECIPE, [f"task.type={name}", *overrides])
+
+
+@pytest.mark.parametrize("task", [TakesSeed, TakesAnything])
+def test_a_class_that_takes_a_seed_gets_the_runs(task: type) -> None:
+    assert build_environment(recipe(task, "run.seed=7")).seed == 7  # type: ignore[attr-defined]
+    assert build_environment(recipe(task, "run.seed=7", "task.options.seed=9")).seed == 9  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("task", [Task, SpecialTokens])
+def test_a_task_that_works_passes(task: type) -> None:
+    check_evaluation(recipe(task))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (NoColumn, rf", held_out_problems\(64\): KeyError: 'question' \(.*{Path(__file__).name}:\d+\)$"),
+        (NotAList, r"NotAList.held_out_problems\(64\) returned a NoneType, not a list"),
+        (NotProblems, r"NotProblems.held_out_problems\(64\) returned a str, not a Problem"),
+        (NumberAsAnswer, r"held_out_problems\(64\) returned a Problem whose answer is 1, not of type str"),
+        (NoHeldOutProblems, r"NoHeldOutProblems' is no environment: it has no held_out_problems$"),
+        (LongPrompt, r"engine.max_prompt_tokens = 64 is less than a prompt of .* needs: 80"),
+        (TakesPath, r"^task.options: .*TakesPath: missing a required argument: 'path'$"),
+        ("json:decoder", r"'json:decoder' is of type module, not a class"),
+    ],
+)
+def test_what_does_not_work_is_said(task: type | str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_evaluation(recipe(task))
+
+
+def test_an_option_that_the_class_does_not_take() -> None:
+    with pytest.raises(RecipeError, match=r"^task.options: .*Task: got an unexpected keyword argument 'color'$"):
+        build_environment(recipe(Task, "task.options.color=1"))
+
+
+def test_an_error_of_the_constructor_has_a_place() -> None:
+    with pytest.raises(RecipeError, match=r"the constructor: FileNotFoundError: .*'/nowhere' \(.*test_task_check.py:"):
+        build_environment(recipe(TakesPath, "task.options.path=/nowhere"))
+
+
+def test_an_error_of_the_module_has_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_task.py").write_text("import json\n\njson.loads('{')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError, match=r"^task.type: cannot import 'broken_task:Task': JSONDecodeError: .*:3\)$"):
+        build_environment(recipe("broken_task:Task"))
+
+
+def test_the_tokenizer_must_be_able_to_write_a_prompt() -> None:
+    with pytest.raises(ModelError, match=r"cannot write .*UnknownCharacter's 'a1¿:': it has no ¿"):
+        check_evaluation(recipe(UnknownCharacter))

@@ -1,0 +1,96 @@
+"""One rule for prompts, responses and stop tokens, with tokenizers that add BOS and models that list several ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from midflight.config import load_recipe
+from midflight.errors import ModelError
+from midflight.launch.build import build_actor_config, check_evaluation
+from midflight.models.loading import load_tokenizer, stop_token_ids
+from midflight.models.text import encode_chat, encode_prompt, response_text
+from midflight.types import FinishReason, GeneratedTokens
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+MODEL = RECIPE.parent / "models" / "chain_sums"
+BOS, EOS, UNK = 1, 2, 3
+
+
+def generated(*token_ids: int) -> GeneratedTokens:
+    return GeneratedTokens(np.array(token_ids, np.int32), np.zeros(len(token_ids)), np.zeros(len(token_ids), np.int32))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+@pytest.fixture
+def adds_bos(model: Path):
+    """A tokenizer that puts BOS before every text, as Llama's does."""
+    tokenizer = load_tokenizer(model)
+    post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer._tokenizer.post_processor = post_processor
+    return tokenizer
+
+
+def test_bos_comes_once_whether_the_text_has_it_or_not(adds_bos) -> None:
+    a = adds_bos.convert_tokens_to_ids("a")
+    assert encode_prompt(adds_bos, "a") == [BOS, a]
+    assert encode_prompt(adds_bos, "<bos>a") == [BOS, a]
+
+
+def test_a_chat_template_that_writes_bos_gets_no_second_one(adds_bos) -> None:
+    adds_bos.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert encode_chat(adds_bos, [{"role": "user", "content": "a"}]) == encode_prompt(adds_bos, "a")
+
+
+def test_a_response_is_without_its_stop_token_and_without_special_tokens() -> None:
+    tokenizer = load_tokenizer(MODEL)
+    one, two = tokenizer.encode("12")
+    assert response_text(tokenizer, generated(one, BOS, two, EOS), FinishReason.STOP) == "12"
+    # A stop token of the model's own is text to the tokenizer, and still no part of the response.
+    assert response_text(tokenizer, generated(one, two), FinishReason.STOP) == "1"
+    assert response_text(tokenizer, generated(one, two), FinishReason.LENGTH) == "12"
+
+
+def test_every_end_the_model_lists_stops_a_response(model: Path) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, EOS, 7, 999, -1]}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    tokenizer = load_tokenizer(model)
+    assert stop_token_ids(model, tokenizer) == (EOS, 9, 7, 5)
+    recipe = load_recipe(RECIPE, [f"model.path={model}"])
+    assert build_actor_config(recipe, tokenizer).sampling.stop_token_ids == (EOS, 9, 7, 5)
+
+
+def test_a_default_of_transformers_stops_nothing(model: Path) -> None:
+    """A Llama configuration that names no EOS token has one of transformers' own, 2."""
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "llama"}
+    del config["eos_token_id"]
+    (model / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.eos_token = None
+    assert stop_token_ids(model, tokenizer) == ()
+
+
+@pytest.mark.parametrize("ids", [[], list(range(9))], ids=len)
+def test_a_model_with_no_end_or_too_many_is_refused(model: Path, ids: list[int]) -> None:
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((model / name).read_text()) | {"eos_token_id": ids, "eos_token": None}
+        (model / name).write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=f"{len(ids)} end-of-sequence tokens; a response needs one to end"):
+        check_evaluation(load_recipe(RECIPE, [f"model.path={model}"]))
+
+
+def test_a_damaged_generation_config_is_one_line(model: Path) -> None:
+    (model / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config.json cannot be loaded: Expecting"):
+        stop_token_ids(model, load_tokenizer(model))

@@ -7,10 +7,9 @@ half of the cores; where they take turns each has all of them.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.experiments.accuracy import accuracy_figures
 from midflight.experiments.comparison_rows import Figures, combine_seeds, curve, label, run_figures
-from midflight.experiments.runs import train
+from midflight.experiments.runs import ENDLESS, Report, RunLength, check_overrides, train
 from midflight.experiments.variants import Variant
 from midflight.launch.build import build_grader, check_recipe
 from midflight.metrics.jsonl import read_metrics
@@ -29,31 +28,6 @@ from midflight.report.runs import plot_runs
 from midflight.run.directory import create_directory, write_whole
 from midflight.run.evaluation import sampled_accuracy
 from midflight.trainer.checkpoints import checkpoints_in
-
-_ENDLESS = 1_000_000_000  # optimizer steps, or checkpoints: the clock ends a run
-
-Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RunLength:
-    """When a run ends: after so many seconds of training or optimizer steps, whichever is not None."""
-
-    seconds: float | None = None
-    steps: int | None = None
-
-    def check(self) -> None:
-        """Raises: RecipeError if no run has that length."""
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise RecipeError(f"--seconds: should be greater than 0, got {self.seconds:g}")
-        if self.steps is not None and self.steps < 1:
-            raise RecipeError(f"--steps: should be at least 1, got {self.steps}")
-
-    @property
-    def overrides(self) -> list[str]:
-        if self.steps is not None:
-            return [f"trainer.max_steps={self.steps}"]
-        return [f"trainer.max_steps={_ENDLESS}", f"trainer.max_seconds={self.seconds}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +72,7 @@ def plan_comparison(
         recipes.append(recipe)
     if not recipes[0].eval.num_problems:
         accuracy_every = 0
-    _check_overrides(overrides, accuracy_every)
+    check_overrides(overrides, _keys_of_options(accuracy_every), "comparison")
     return Comparison(recipe_path, tuple(overrides), tuple(variants), recipes[0], length, num_seeds, accuracy_every)
 
 
@@ -144,16 +118,13 @@ def _check_options(length: RunLength, num_seeds: int, accuracy_every: int) -> No
         raise RecipeError(f"--accuracy-every: should be at least 0, got {accuracy_every}")
 
 
-def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
+def _keys_of_options(accuracy_every: int) -> dict[str, str]:
     ours = {"run.directory": "--out"} | dict.fromkeys(
         ("trainer.max_seconds", "trainer.max_steps"), "--seconds or --steps"
     )
     if accuracy_every:
         ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in ours:
-            raise RecipeError(f"override {override}: in a comparison {ours[key]} decides about {key}")
+    return ours
 
 
 def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report: Report) -> Figures:
@@ -182,7 +153,7 @@ def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[
     ]
     if comparison.accuracy_every:
         every = f"trainer.checkpoint_every={comparison.accuracy_every}"
-        overrides += [every, f"trainer.keep_checkpoints={_ENDLESS}"]
+        overrides += [every, f"trainer.keep_checkpoints={ENDLESS}"]
     return overrides
 
 

@@ -105,6 +105,11 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
         (["training.time_per_token=-1"], "training.time_per_token: should be greater than or equal to 0, got -1"),
         (["lengths.type=constant", "lengths.length=0"], "lengths.length: should be greater than or equal to 1, got 0"),
         (["lengths.type=list", "lengths.lengths=[3]", "lengths.counts=[0]"], "lengths: counts are all 0"),
+        (
+            ["lengths.type=list", "lengths.file=/nowhere.json"],
+            "lengths: cannot read the file /nowhere.json: [Errno 2] No such",
+        ),
+        (["lengths.type=list"], "lengths.lengths is missing"),
     ],
 )
 def test_a_wrong_scenario_is_one_clear_line(

@@ -9,6 +9,7 @@ from typing import Any
 
 from midflight.experiments.accuracy import LEVELS
 from midflight.metrics.jsonl import MetricsLine
+from midflight.report.text_table import text_table
 
 Figures = dict[str, Any]
 
@@ -86,13 +87,7 @@ def label(run_or_row: Figures) -> str:
 
 def comparison_table(rows: Sequence[Figures]) -> str:
     """A column per variant, a line per figure; `-` where there is none."""
-    table = [["", *map(label, rows)]]
-    table += [[title, *(cell(row) for row in rows)] for title, cell in _LINES.items()]
-    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    return "\n".join(
-        title.ljust(first) + "".join(cell.rjust(width + 3) for cell, width in zip(cells, widths, strict=True))
-        for title, *cells in table
-    )
+    return text_table([["", *map(label, rows)], *([title, *map(cell, rows)] for title, cell in _LINES.items())])
 
 
 def _final_reward(lines: Sequence[MetricsLine]) -> float | None:

@@ -34,16 +34,14 @@ def plot_diagnostics(directories: Sequence[Path], out: Path) -> None:
         _draw_mismatch(mismatch, steps, style)
     for axis in (ess, kl_by_lag):
         axis.set_xticks(range(len(LAG_EDGES)), LAG_LABELS)
-        axis.set_xlim(-0.4, max(_last_known(line) for line in axis.lines) + 0.4)
-        axis.set_xlabel("token lag / optimizer steps")
+        last = max(_last_known(line) for line in axis.lines)
+        axis.set(xlabel="token lag / optimizer steps", xlim=(-0.4, last + 0.4))
     for axis in (kl_by_lag, kl_by_position):
         axis.set_ylabel("KL(sampler || trainer) / nats per token")
     ess.set_ylabel("effective sample size / tokens")
-    kl_by_position.set_xlabel("position in the response / % of its tokens")
-    kl_by_position.set_xlim(0, 100)
-    mismatch.set_xlabel("training / optimizer steps")
-    mismatch.set_xlim(left=0)
-    mismatch.set_ylabel("|trainer - engine| log-probability / nats")
+    kl_by_position.set(xlabel="position in the response / % of its tokens", xlim=(0, 100))
+    difference = "|trainer - engine| log-probability / nats"
+    mismatch.set(xlabel="training / optimizer steps", xlim=(0, None), ylabel=difference)
     _explain_mismatch(mismatch)
     ess.ticklabel_format(axis="y", useOffset=False)
     for axis in axes.flat:

@@ -7,6 +7,7 @@ their stdin. What is counted are the steps in which all sequences decode (decode
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
@@ -21,7 +22,7 @@ from benchmarks.models import BenchModel
 from benchmarks.roofline import measure_ceilings, roofline
 from benchmarks.workers import Worker
 from midflight.errors import RecipeError, WorkerError
-from midflight.report.machine import busy_core_seconds, describe_machine, num_cores
+from midflight.report.machine import describe_machine, num_cores
 
 ENGINES = ("midflight", "transformers", "transformers_cb", "vllm")
 _VLLM_WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -237,3 +238,12 @@ def decode_table(rows: Sequence[Mapping[str, Any]]) -> str:
         start = f"{Path(entry['model']).name:10}{entry['dtype']:10}{entry['sequences']:>10}"
         lines.append(start + "".join(f"{rate:>17}" for rate in rates))
     return "\n".join(lines)
+
+
+def busy_core_seconds() -> float | None:
+    """What all cores together have worked since the machine started; None where the kernel does not say."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, stat.read_text().split()[1:11])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting, max_waiting_of
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
 
 
@@ -240,6 +240,6 @@ class Scenario(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def check_queue(self) -> Scenario:
-        check_max_waiting(max_waiting_of(self.schedule), self.batch.batch_size)
+    def check_schedule(self) -> Scenario:
+        check_queue(self.schedule, self.batch.batch_size)
         return self

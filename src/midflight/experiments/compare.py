@@ -29,6 +29,8 @@ from midflight.run.directory import create_directory, write_whole
 from midflight.run.evaluation import sampled_accuracy
 from midflight.trainer.checkpoints import checkpoints_in
 
+_LENGTH = "--seconds or --steps"
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -61,7 +63,11 @@ def plan_comparison(
 
     Raises: RecipeError or ModelError, whatever any of the runs would end with, and for what cannot be compared.
     """
-    _check_options(length, num_seeds, accuracy_every)
+    length.check()
+    if num_seeds < 1:
+        raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
+    if accuracy_every < 0:
+        raise RecipeError(f"--accuracy-every: should be at least 0, got {accuracy_every}")
     recipes: list[Recipe] = []
     for variant in variants:
         recipe = load_recipe(recipe_path, [*overrides, *variant.overrides])
@@ -72,7 +78,10 @@ def plan_comparison(
         recipes.append(recipe)
     if not recipes[0].eval.num_problems:
         accuracy_every = 0
-    check_overrides(overrides, _keys_of_options(accuracy_every), "comparison")
+    ours = {"run.directory": "--out", "trainer.max_seconds": _LENGTH, "trainer.max_steps": _LENGTH}
+    if accuracy_every:
+        ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
+    check_overrides(overrides, ours, "comparison")
     return Comparison(recipe_path, tuple(overrides), tuple(variants), recipes[0], length, num_seeds, accuracy_every)
 
 
@@ -108,23 +117,6 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
     _plot(runs, out, report)
     report(f"written to {out}")
     return result
-
-
-def _check_options(length: RunLength, num_seeds: int, accuracy_every: int) -> None:
-    length.check()
-    if num_seeds < 1:
-        raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
-    if accuracy_every < 0:
-        raise RecipeError(f"--accuracy-every: should be at least 0, got {accuracy_every}")
-
-
-def _keys_of_options(accuracy_every: int) -> dict[str, str]:
-    ours = {"run.directory": "--out"} | dict.fromkeys(
-        ("trainer.max_seconds", "trainer.max_steps"), "--seconds or --steps"
-    )
-    if accuracy_every:
-        ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
-    return ours
 
 
 def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report: Report) -> Figures:

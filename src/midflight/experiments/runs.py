@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from midflight.errors import RecipeError, WorkerError
-from midflight.run.directory import create_directory
 
 ENDLESS = 1_000_000_000  # optimizer steps, or checkpoints: the clock ends a run
 
@@ -48,20 +45,6 @@ def check_overrides(overrides: Sequence[str], ours: Mapping[str, str], noun: str
         key = override.partition("=")[0].strip()
         if key in ours:
             raise RecipeError(f"override {override}: in a {noun} {ours[key]} decides about {key}")
-
-
-@contextlib.contextmanager
-def kept_in(directory: Path | None) -> Iterator[Path]:
-    """Where runs are left: `directory`, new or empty, or if that is None one that is gone at the end.
-
-    Raises: RunDirectoryError if it holds something or cannot be written.
-    """
-    if directory is None:
-        with tempfile.TemporaryDirectory(prefix="midflight-runs-") as temporary:
-            yield Path(temporary)
-        return
-    create_directory(directory)
-    yield directory.resolve()
 
 
 def train(recipe: Path, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from midflight.errors import RunDirectoryError
 from midflight.metrics.averages import mean_by_lag
 from midflight.metrics.jsonl import MetricsLine
@@ -65,8 +67,7 @@ def _by_position(steps: Sequence[MetricsLine]) -> list[float | None]:
 
 
 def _draw(axis: Any, positions: Sequence[float], values: Sequence[float | None], style: dict[str, Any]) -> None:
-    shown = [math.nan if value is None else value for value in values]
-    axis.plot(positions, shown, "o-", markersize=5, linewidth=2, **style)
+    axis.plot(positions, np.array(values, np.float64), "o-", markersize=5, linewidth=2, **style)
 
 
 def _last_known(line: Any) -> float:
@@ -79,7 +80,7 @@ def _draw_mismatch(axis: Any, steps: Sequence[MetricsLine], style: dict[str, Any
     if not compared:
         return
     versions = [line["version"] for line in compared]
-    largest = [math.nan if line["mismatch/max"] is None else line["mismatch/max"] for line in compared]
+    largest = np.array([line["mismatch/max"] for line in compared], np.float64)  # None: NaN
     axis.plot(versions, largest, ".", alpha=0.5, markersize=4, **style)
     mean_style = "-" if len(versions) > 1 else "o"  # a line of one point would not be seen
     axis.plot(versions, smoothed([line["mismatch/mean"] for line in compared]), mean_style, linewidth=2, **style)

@@ -8,6 +8,7 @@ that the short ones add is how fast engines are with other numbers of sequences 
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +25,11 @@ from midflight.config.scenario import (
 )
 from midflight.config.section import Section
 from midflight.errors import RecipeError
-from midflight.experiments.runs import Report, RunLength, check_overrides, kept_in
+from midflight.experiments.runs import Report, RunLength, check_overrides
 from midflight.launch.build import check_recipe, num_threads
 from midflight.report.machine import describe_machine
 from midflight.report.text_table import text_table
-from midflight.run.directory import write_whole
+from midflight.run.directory import create_directory, write_whole
 from midflight.sim.calibration.measure import (
     RecordedRun,
     colocated_delays,
@@ -71,8 +72,11 @@ def calibrate(
     machine = describe_machine()
     if float(machine["load_average_1min"]) > _BUSY:
         report(f"this machine is busy (load average {machine['load_average_1min']}): it will look slower than it is")
-    with kept_in(runs) as directory:
-        recorded = record_all(plans, recipe_path, overrides, seconds, directory, report)
+    with tempfile.TemporaryDirectory(prefix="midflight-runs-") as temporary:
+        if runs:
+            create_directory(runs)
+        out = runs.resolve() if runs else Path(temporary)
+        recorded = record_all(plans, recipe_path, overrides, seconds, out, report)
     scenario = scenario_of(recipe, recorded)
     assert isinstance(scenario.lengths, ListedLengthsConfig)
     lengths = scenario.lengths.lengths

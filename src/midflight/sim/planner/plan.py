@@ -102,14 +102,7 @@ def make_plan(
 
 def choice(front: Front, index: int, workload: Workload, colocated: Workload, space: SearchSpace) -> Choice:
     """The split at `index` in full, and conventional RL beside it."""
-    queue = space.queue
-    split = pipeline(
-        workload,
-        int(front.num_in_flight[index]),
-        int(front.num_engines[index]),
-        queue.max_waiting,
-        queue.when_full,
-    )
+    split = pipeline(workload, int(front.num_in_flight[index]), int(front.num_engines[index]), space.queue)
     return _beside_conventional(split, space.lag, colocated)
 
 

@@ -7,7 +7,6 @@ their stdin. What is counted are the steps in which all sequences decode (decode
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import BenchModel
-from benchmarks.roofline import measure_ceilings, roofline
+from benchmarks.roofline import busy_core_seconds, measure_ceilings, roofline
 from benchmarks.workers import Worker
 from midflight.errors import RecipeError, WorkerError
 from midflight.report.machine import describe_machine, num_cores
@@ -238,12 +237,3 @@ def decode_table(rows: Sequence[Mapping[str, Any]]) -> str:
         start = f"{Path(entry['model']).name:10}{entry['dtype']:10}{entry['sequences']:>10}"
         lines.append(start + "".join(f"{rate:>17}" for rate in rates))
     return "\n".join(lines)
-
-
-def busy_core_seconds() -> float | None:
-    """What all cores together have worked since the machine started; None where the kernel does not say."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, stat.read_text().split()[1:11])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

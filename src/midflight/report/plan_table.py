@@ -17,7 +17,10 @@ def plan_text(plan: Plan, time_unit: str) -> str:
     """Tables: what there is to choose from, and the front by max lag."""
     lag = "the paper's figure" if plan.lag == "paper" else "with training, delays and waiting"
     named = {"best": plan.best, "roomier": plan.roomy, "largest gain": plan.largest_gain, "as written": plan.as_written}
-    rows = [["", *_TITLES, "speed-up"], *([name, *_choice_cells(each)] for name, each in named.items() if each)]
+    rows: list[list[object]] = [
+        ["", *_TITLES, "speed-up"],
+        *([name, *_choice_cells(each)] for name, each in named.items() if each),
+    ]
     if plan.one_step_off:
         rows.append(["one-step-off", *_cells(plan.one_step_off, plan.one_step_off.max_lag), "", ""])
     table = text_table([*rows, *(["", *_choice_cells(row)] for row in plan.rows)]).splitlines()

@@ -67,7 +67,7 @@ def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: in
     in_flight_steps = workload.lengths.max * step_times / (period - workload.pause)
     # Steps in flight, optimizer steps between a sequence's end and its training, at most and on average, and the share
     # of sequences that are dropped.
-    waits = (in_flight_steps, delay, delay, np.zeros_like(period))
+    waits: tuple[Float64Array, ...] = (in_flight_steps, delay, delay, np.zeros_like(period))
     waiting = generation_period <= training_period
     if waiting.any():
         late = _waits_for_trainer(workload, engines, step_times, period, queue)
@@ -89,7 +89,7 @@ def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: in
 
 def _waits_for_trainer(
     workload: Workload, engines: Float64Array, step_times: Float64Array, period: Float64Array, queue: Queue
-) -> tuple[Float64Array, Float64Array, Float64Array, Float64Array]:
+) -> tuple[Float64Array, ...]:
     """As in `steady_states`, valid where generation is not the slower one. Shapes: all [I, H]."""
     batch_size, decoding = workload.batch_size, period - workload.pause
     slots = np.arange(1, len(step_times) + 1)

@@ -24,8 +24,9 @@ class Front:
     def __len__(self) -> int:
         return len(self.lags)
 
-    def up_to(self, max_lag: int) -> Front:
-        end = int(np.searchsorted(self.lags, max_lag, side="right"))
+    def up_to(self, max_lag: int | None) -> Front:
+        """The splits of no more lag; all of them if that is None."""
+        end = len(self) if max_lag is None else int(np.searchsorted(self.lags, max_lag, side="right"))
         return Front(self.lags[:end], self.rates[:end], self.num_in_flight[:end], self.num_engines[:end])
 
 

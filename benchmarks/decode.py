@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import BenchModel
-from benchmarks.roofline import measure_ceilings, roofline
+from benchmarks.roofline import busy_core_seconds, measure_ceilings, roofline
 from benchmarks.workers import Worker
 from midflight.errors import RecipeError, WorkerError
-from midflight.report.machine import busy_core_seconds, describe_machine, num_cores
+from midflight.report.machine import describe_machine, num_cores
 
 ENGINES = ("midflight", "transformers", "transformers_cb", "vllm")
 _VLLM_WORKER = Path(__file__).with_name("vllm_worker.py")

@@ -21,6 +21,7 @@ from benchmarks.planner_runs import (
     beside_formula,
     bounded_point,
     collated,
+    decode_rate,
     dynamic_sampling,
     mean,
     over_sampled,
@@ -28,6 +29,8 @@ from benchmarks.planner_runs import (
     paper_in_turns,
     paper_plan,
     scaled_decoding,
+    share_below,
+    share_until_half,
     speed_point,
 )
 from midflight.launch.simulation import simulate_scenario
@@ -51,13 +54,13 @@ def draining(images: Path) -> Numbers:
         batch = drain(lengths, PAPER_STEP_COST, 256)
         ends = batch.times.cumsum() / batch.duration
         active.plot([0, *ends], [1, *(batch.active / 256)], color=color, linewidth=2, label=name)
-        shares[name] = {"time_until_half": batch.share_until_half, "time_below_64": batch.share_below(64)}
+        shares[name] = {"time_until_half": share_until_half(batch), "time_below_64": share_below(batch, 64)}
     active.set(xlabel="time, of the generation phase", ylabel="share of 256 still going", xlim=(0, 1), ylim=(0, 1.02))
     active.legend(frameon=False, loc="upper right")
     sizes = [2**power for power in range(10)]
     batches = [drain(uniform(8192), PAPER_STEP_COST, size) for size in sizes]
     over_single = [batch.duration / batches[0].duration for batch in batches]
-    for axis, values in ((times, over_single), (speeds, [batch.rate for batch in batches])):
+    for axis, values in ((times, over_single), (speeds, [decode_rate(batch) for batch in batches])):
         axis.plot(sizes, values, "o-", color=COLORS[0], markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
@@ -69,7 +72,7 @@ def draining(images: Path) -> Numbers:
         "256_sequences": shares,
         "sequences": sizes,
         "time_over_single": over_single,
-        "rate": [batch.rate for batch in batches],
+        "rate": [decode_rate(batch) for batch in batches],
     }
 
 
@@ -231,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _old_fraction(run: Outcome) -> float:
     """Of trained tokens, those that older weights sampled."""
-    return sum(batch.old_tokens for batch in run.measured) / sum(batch.num_tokens for batch in run.measured)
+    return 1 - run.lag_histogram.get(0, 0) / sum(run.lag_histogram.values())
 
 
 def _save(figure: Any, path: Path) -> None:

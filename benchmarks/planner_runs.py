@@ -18,6 +18,7 @@ from midflight.launch.planning import estimate_scenario, plan_scenario
 from midflight.launch.simulation import build_run, simulate_scenario
 from midflight.sim.costs import PAPER_STEP_COST
 from midflight.sim.formulas.analytic import Estimate
+from midflight.sim.formulas.draining import Draining
 from midflight.sim.lengths import LengthDistribution
 from midflight.sim.planner.plan import Goal, Plan
 from midflight.sim.simulator.outcome import Outcome
@@ -100,10 +101,26 @@ def dynamic_sampling(filter_rate: float) -> Numbers:
     }
 
 
+def decode_rate(batch: Draining) -> float:
+    """Tokens per unit of time."""
+    return float(batch.active.sum()) / batch.duration
+
+
+def share_below(batch: Draining, num_active: float) -> float:
+    """Share of the time with fewer than so many sequences going."""
+    below = batch.active < num_active * (1 - 1e-9)
+    return float(batch.times[below].sum()) / batch.duration
+
+
+def share_until_half(batch: Draining) -> float:
+    """Share of the time before half of the sequences are done."""
+    return 1 - share_below(batch, float(batch.active[0]) / 2)
+
+
 def collated(lengths: LengthDistribution, max_tokens: int) -> Numbers:
     """512 sequences in microbatches; means of twelve draws."""
     rng = np.random.default_rng(0)
-    gains = [collation_gain(lengths.draw(rng, (512,)).tolist(), max_tokens) for _ in range(12)]
+    gains = [collation_gain(lengths.draw(rng, 0, 1, 512)[0].tolist(), max_tokens) for _ in range(12)]
 
     def each(figure: Callable[[CollationGain], float]) -> float:
         return mean(figure(gain) for gain in gains)

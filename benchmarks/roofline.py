@@ -5,11 +5,13 @@ Left out, in the engines' favor to beat: reading keys and values, and sampling.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
@@ -83,3 +85,12 @@ def _best_seconds(call: Callable[[], object]) -> float:
         best = min(best, time.perf_counter() - begin)
         count += 1
     return best
+
+
+def busy_core_seconds() -> float | None:
+    """What all cores together have worked since the machine started; None where the kernel does not say."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, stat.read_text().split()[1:11])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

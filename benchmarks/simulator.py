@@ -9,7 +9,7 @@ from typing import Any
 from midflight.report.machine import describe_machine
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import PAPER_STEP_COST, PAPER_TRAIN_TIME_PER_TOKEN
-from midflight.sim.lengths import IndependentLengths, uniform
+from midflight.sim.lengths import uniform
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 _NUM_IN_FLIGHT = 192
@@ -35,7 +35,7 @@ def case_study(num_gpus: int, num_steps: int) -> SimulatedRun:
     num_engines = max(1, round(num_gpus * _GENERATING))
     return SimulatedRun(
         schedule=PipelineSchedule(num_gpus, _NUM_IN_FLIGHT, max_waiting=10 * num_gpus),
-        lengths=IndependentLengths(uniform(_MAX_LENGTH)),
+        lengths=uniform(_MAX_LENGTH),
         step_cost=PAPER_STEP_COST,
         num_engines=num_engines,
         batch_size=num_gpus,

@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.redis_server import RedisServer
 from midflight.errors import RecipeError, WorkerError
 from midflight.protocols import Stream
 from midflight.report.machine import describe_machine
 from midflight.streams.redis import RedisStream
 from midflight.streams.sqlite import SqliteStream
-from midflight.testing.redis_server import RedisServer
 from midflight.types import Problem
 
 KINDS = ("sqlite", "redis")

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks.models import BenchModel
-from benchmarks.roofline import measure_gemm_rate
+from benchmarks.roofline import busy_core_seconds, measure_gemm_rate
 from benchmarks.train_load import LoadShape, make_trajectories, on_policy, padding_fraction, useful_flops
 from benchmarks.train_steps import PackedStep, PaddedStep, TrainStep
 from midflight.errors import BenchmarkError, RecipeError
 from midflight.preprocess.packing import pack
-from midflight.report.machine import busy_core_seconds, describe_machine, num_cores
+from midflight.report.machine import describe_machine, num_cores
 
 # Float32 sums in another order differ by some 1e-6, what is rounded to bfloat16 in other places by some 1e-2; a token
 # too many or a wrong shift makes far more than this.

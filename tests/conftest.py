@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from benchmarks.redis_server import RedisServer
 from hypothesis import settings
-
-from midflight.testing.redis_server import RedisServer
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.redis_server import RedisServer
 
 import midflight
 from midflight.concurrency import doorbell
@@ -29,7 +30,6 @@ from midflight.streams.codec import SCHEMA_VERSION
 from midflight.streams.memory import MemoryStream
 from midflight.streams.redis import RedisStream
 from midflight.streams.sqlite import SqliteStream
-from midflight.testing.redis_server import RedisServer
 from midflight.types import Grade, Problem
 
 TIMEOUT_S = 60.0
@@ -362,7 +362,8 @@ def test_closing_a_stream_in_memory_wakes_who_waits(elsewhere: ThreadPoolExecuto
 @contextmanager
 def other_process(role: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """This file as another process, killed at the end if it still runs."""
-    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
+    places = (Path(midflight.__file__).parents[1], Path(__file__).parents[2])  # of the package and of `benchmarks`
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     command = [sys.executable, __file__, role, *map(str, arguments)]
     with subprocess.Popen(command, env=environment) as process:
         try:

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from midflight.testing.redis_server import RedisServer
+from benchmarks.redis_server import RedisServer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 SMALL = ("batch.batch_size=16", "batch.group_size=4", "schedule.num_in_flight=16", "eval.num_problems=0")

@@ -26,7 +26,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_what_was_simulated_stands_beside_the_formulas() -> None:
     said = simulate(*FLUID)
     assert said.returncode == 0, said.stderr
-    rows = {line[:44].strip(): line[44:].split() for line in said.stdout.splitlines()}
+    rows = {line[:43].strip(): line[43:].split() for line in said.stdout.splitlines()}
     simulated, formulas = map(float, rows["trained tokens per flash"])
     assert simulated == pytest.approx(formulas, rel=0.05)
     assert "over 40 optimizer steps" in said.stdout

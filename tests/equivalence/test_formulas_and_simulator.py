@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost
 from midflight.sim.formulas.analytic import conventional, pipeline
-from midflight.sim.formulas.steady import WhenFull
-from midflight.sim.lengths import IndependentLengths, lognormal, uniform
+from midflight.sim.formulas.steady import Queue
+from midflight.sim.lengths import lognormal, uniform
 from midflight.sim.simulator.outcome import Outcome
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 from midflight.sim.workload import Workload
@@ -27,7 +28,7 @@ PERIOD = pipeline(BASE, IN_FLIGHT, 5).period
 def simulated(workload: Workload, schedule: Schedule, num_engines: int, num_training_gpus: int) -> Outcome:
     run = SimulatedRun(
         schedule,
-        IndependentLengths(workload.lengths),
+        workload.lengths,
         workload.step_cost,
         num_engines,
         workload.batch_size,
@@ -69,9 +70,9 @@ def test_generation_is_the_slower_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("max_waiting", "when_full"), [(BATCH_SIZE, "block"), (4 * BATCH_SIZE, "block"), (4 * BATCH_SIZE, "drop_oldest")]
 )
-def test_training_is_the_slower_one(name: str, max_waiting: int, when_full: WhenFull) -> None:
+def test_training_is_the_slower_one(name: str, max_waiting: int, when_full: Literal["block", "drop_oldest"]) -> None:
     workload = CASES[name]
-    expected = pipeline(workload, IN_FLIGHT, 7, max_waiting, when_full)
+    expected = pipeline(workload, IN_FLIGHT, 7, Queue(max_waiting, when_full))
     schedule = PipelineSchedule(BATCH_SIZE, IN_FLIGHT, max_waiting, None, when_full)
     outcome = simulated(workload, schedule, 7, 9)
     assert outcome.rate == pytest.approx(expected.rate, rel=0.01)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from benchmarks.redis_server import RedisServer
 
 from faults.runs import (
     RECIPE,
@@ -39,7 +40,6 @@ from faults.runs import (
     writes_to,
 )
 from midflight.config.run_directory import RunDirectory
-from midflight.testing.redis_server import RedisServer
 
 NUM_KILLS = int(os.environ.get("MIDFLIGHT_KILLS", "4"))
 STOP_PROBABILITY = 0.2

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.redis_server import RedisServer
 
 from faults.runs import (
     SCHEDULES,
@@ -39,7 +40,6 @@ from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.run.workers import loop_settings
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import InProcessWeights
-from midflight.testing.redis_server import RedisServer
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import load_state, newest_checkpoint
 from midflight.trainer.loop import TrainLoop

@@ -16,7 +16,8 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import PAPER_STEP_COST, PAPER_TRAIN_TIME_PER_TOKEN
 from midflight.sim.formulas.analytic import pipeline
-from midflight.sim.lengths import IndependentLengths, uniform
+from midflight.sim.formulas.steady import Queue
+from midflight.sim.lengths import uniform
 from midflight.sim.simulator.outcome import Outcome
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
@@ -36,7 +37,7 @@ def whole_run(name: str) -> Outcome:
     num_gpus, num_engines, schedule = CASES[name]
     run = SimulatedRun(
         schedule=schedule,
-        lengths=IndependentLengths(uniform(1024)),
+        lengths=uniform(1024),
         step_cost=PAPER_STEP_COST,
         num_engines=num_engines,
         batch_size=128,
@@ -93,7 +94,7 @@ def test_a_full_queue_drops_what_training_has_no_time_for() -> None:
     num_dropped = outcome.batches[-1].handed_over.num_dropped_groups
     dropped = num_dropped / (num_dropped + sum(len(batch.lengths) for batch in outcome.batches))
     assert dropped == pytest.approx(mean_of("D4_drop_I50_q256", "dropped_frac"), abs=0.015)
-    fluid = pipeline(paper_workload(lengths=uniform(1024)), 192, 50, max_waiting=256, when_full="drop_oldest")
+    fluid = pipeline(paper_workload(lengths=uniform(1024)), 192, 50, Queue(256, "drop_oldest"))
     assert outcome.after(400).rate == pytest.approx(fluid.rate, rel=0.005)
 
 
@@ -103,7 +104,7 @@ def test_conventional() -> None:
     expected = EXPECTED["D6_conv_G133"]["sim"]
     run = SimulatedRun(
         schedule=ConventionalSchedule(128, num_steps),
-        lengths=IndependentLengths(uniform(1024)),
+        lengths=uniform(1024),
         step_cost=PAPER_STEP_COST,
         num_engines=128,
         batch_size=128,

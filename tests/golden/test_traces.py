@@ -75,7 +75,7 @@ def test_april() -> None:
                 "carried_in": start.interrupted_tokens - before.interrupted_tokens,
                 "trained_groups": sorted(set((batch.group_ids % len(pairs)).tolist())),
                 "trained_tokens": batch.num_tokens,
-                "trained_old_tokens": batch.old_tokens,
+                "trained_old_tokens": batch.num_tokens - batch.lag_histogram.get(0, 0),
                 "max_versions": batch.num_versions.max(),
                 "partial": end.num_interrupted - start.num_interrupted,
             }

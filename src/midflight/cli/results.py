@@ -58,8 +58,9 @@ def compare(
 
     A KEY of another section is written SECTION.KEY, as in --losses dapo,ppo:advantage.type=value.
     """
-    from midflight.experiments.compare import RunLength, plan_comparison, run_comparison
+    from midflight.experiments.compare import plan_comparison, run_comparison
     from midflight.experiments.comparison_rows import comparison_table
+    from midflight.experiments.runs import RunLength
     from midflight.experiments.variants import parse_variants
 
     if schedules and losses:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from midflight.cli.options import Json
-from midflight.config import Scenario, dump_toml, load_scenario
+from midflight.config import load_scenario
 from midflight.metrics.jsonl import json_text
 
 ScenarioArgument = Annotated[Path, typer.Argument(metavar="SCENARIO", help="a scenario (TOML)")]
@@ -38,9 +38,13 @@ def plan(
     ] = "corrected",
     as_json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="also draw rate against max lag here (PNG)")] = None,
-    validate: Annotated[
+    validation_recipe: Annotated[
         Path | None,
-        typer.Option(metavar="RECIPE", help="instead, simulate this recipe and run it, and show how far they differ"),
+        typer.Option(
+            "--validate",
+            metavar="RECIPE",
+            help="instead, simulate this recipe and run it, and show how far they differ",
+        ),
     ] = None,
     schedules: Annotated[
         str, typer.Option(metavar="TYPE[:KEY=VALUE]...,...", help="with --validate: which")
@@ -53,8 +57,12 @@ def plan(
     from midflight.sim.planner.plan import Goal
 
     scenario = load_scenario(scenario_path, overrides or [])
-    if validate:
-        _validate(scenario, validate, schedules, seconds, as_json)
+    if validation_recipe:
+        from midflight.experiments.variants import parse_variants
+        from midflight.sim.calibration.validation import validate, validation_table
+
+        result = validate(scenario, validation_recipe, parse_variants("schedule", schedules), seconds, _report)
+        print(json_text(result) if as_json else validation_table(result["rows"]))
         return
     found = plan_scenario(scenario, Goal(max_lag, max_mean_lag, rate), lag, max_in_flight)
     time_unit = scenario.simulation.time_unit
@@ -106,31 +114,19 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure decoding, training and delays with real runs of a recipe. Leave the machine alone meanwhile."""
-    from midflight.run.directory import check_output, write_whole
-    from midflight.sim.calibration.calibrate import plan_calibration, run_calibration
-    from midflight.sim.calibration.text import calibration_text, rate_tables
+    from midflight.run.directory import check_output
+    from midflight.sim.calibration import scenario as calibration
 
     check_output(out)
     check_output(plot)
-    calibration = plan_calibration(recipe_path, overrides or [], seconds)
-    scenario, figures = run_calibration(calibration, out_runs, _report)
-    write_whole(out, dump_toml(scenario))
+    scenario, figures = calibration.calibrate(recipe_path, overrides or [], seconds, out_runs, _report)
+    calibration.write_scenario(out, scenario)
     if plot:
         from midflight.report.simulation_plots import plot_rates
 
-        plot_rates(rate_tables(scenario), "s", plot)
+        plot_rates(calibration.rate_tables(scenario), "s", plot)
     _report(f"written to {out}")
-    print(json_text(figures) if as_json else calibration_text(scenario))
-
-
-def _validate(scenario: Scenario, recipe_path: Path, schedules: str, seconds: float, as_json: bool) -> None:
-    from midflight.experiments.variants import parse_variants
-    from midflight.sim.calibration.validation import plan_validation, run_validation, validation_table
-
-    variants = parse_variants("schedule", schedules)
-    validation = plan_validation(scenario, recipe_path, (), variants, seconds)
-    result = run_validation(validation, None, _report)
-    print(json_text(result) if as_json else validation_table(result["rows"]))
+    print(json_text(figures) if as_json else calibration.calibration_text(scenario))
 
 
 _report = functools.partial(print, file=sys.stderr, flush=True)

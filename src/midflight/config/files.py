@@ -151,7 +151,7 @@ RECIPE = FileKind(
     paths=(("model", "path"), ("run", "directory"), ("reference", "path"), ("weights", "directory")),
     of_the_type=frozenset({"task"}),
 )
-SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"),))
+SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"), ("lengths", "file")))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

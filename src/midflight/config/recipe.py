@@ -7,7 +7,7 @@ import math
 import pydantic
 
 from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
-from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting, max_waiting_of
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
 from midflight.config.sections import (
     BatchConfig,
@@ -76,7 +76,7 @@ class Recipe(Section):
                 f"batch.max_tokens = {batch.max_tokens} cannot hold one sequence of engine.max_prompt_tokens +"
                 f" sampling.max_tokens = {self.max_length} tokens"
             )
-        check_max_waiting(max_waiting_of(self.schedule), batch.batch_size)
+        check_queue(self.schedule, batch.batch_size)
         return self
 
     @pydantic.model_validator(mode="after")

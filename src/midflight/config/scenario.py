@@ -6,13 +6,14 @@ rates in tokens per that unit. The defaults are the case study in appendix A of 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_max_waiting, max_waiting_of
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
 
 
@@ -77,6 +78,9 @@ class TwoPointLengthsConfig(Section):
 
 class ListedLengthsConfig(Section):
     type: Literal["list"] = "list"
+    file: Path | None = Field(
+        None, description="JSON object with lengths, counts and has_gradient, for lists too long for a scenario"
+    )
     lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, description="of responses, tokens")
     counts: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
         None, description="how often each was seen; default: once"
@@ -90,18 +94,31 @@ class ListedLengthsConfig(Section):
         " time; default: as training.without_gradient_fraction has it",
     )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def read_file(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("file") is None or "lengths" in values:
+            return values
+        try:
+            return {**json.loads(Path(values["file"]).read_text()), **values}
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"cannot read the file {values['file']}: {error}") from error
+
+    @pydantic.model_serializer(mode="wrap")
+    def without_file(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Everything that is not in the file."""
+        in_file = ("lengths", "counts", "has_gradient") if self.file else ()
+        return {key: value for key, value in dump(self).items() if key not in in_file}
+
     @pydantic.model_validator(mode="after")
     def check_counts(self) -> ListedLengthsConfig:
-        if self.has_gradient is not None and self.order != "cycled":
-            raise ValueError(f"has_gradient is of order = 'cycled', and it is {self.order!r}")
-        if self.counts is None:
-            return self
-        if len(self.counts) != len(self.lengths):
+        for key, order in (("has_gradient", "cycled"), ("counts", "random")):
+            if getattr(self, key) is not None and self.order != order:
+                raise ValueError(f"{key} is of order = {order!r}, and it is {self.order!r}")
+        if self.counts is not None and len(self.counts) != len(self.lengths):
             raise ValueError(f"there are {len(self.counts)} counts for {len(self.lengths)} lengths")
-        if not sum(self.counts):
+        if self.counts is not None and not sum(self.counts):
             raise ValueError("counts are all 0")
-        if self.order == "cycled":
-            raise ValueError("counts are of order = 'random', and it is 'cycled'")
         return self
 
 
@@ -223,6 +240,6 @@ class Scenario(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def check_queue(self) -> Scenario:
-        check_max_waiting(max_waiting_of(self.schedule), self.batch.batch_size)
+    def check_schedule(self) -> Scenario:
+        check_queue(self.schedule, self.batch.batch_size)
         return self

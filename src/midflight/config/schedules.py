@@ -83,15 +83,16 @@ ScheduleConfig = Annotated[
 ]
 
 
-def check_max_waiting(max_waiting: int | None, batch_size: int) -> None:
-    """Whether a batch fits into the queue; None: there is no queue. Raises: ValueError."""
-    if max_waiting is not None and max_waiting < batch_size:
+def queue_capacity(schedule: PipelineConfig, batch_size: int) -> int:
+    """Finished rollouts that may wait: `max_waiting`, or all that `max_lag` allows, or a batch."""
+    # In start order, what is finished may have to wait for what is not: max_lag alone says how much.
+    return schedule.max_waiting or batch_size * (1 + (schedule.max_lag or 0))
+
+
+def check_queue(schedule: ScheduleConfig, batch_size: int) -> None:
+    """Whether a batch fits into the queue, if there is one. Raises: ValueError."""
+    if isinstance(schedule, PipelineConfig) and (capacity := queue_capacity(schedule, batch_size)) < batch_size:
         raise ValueError(
-            f"schedule.max_waiting = {max_waiting} is less than batch.batch_size = {batch_size}: the batch could"
+            f"schedule.max_waiting = {capacity} is less than batch.batch_size = {batch_size}: the batch could"
             f" never fill up; {batch_size} or more would work"
         )
-
-
-def max_waiting_of(schedule: ScheduleConfig) -> int | None:
-    """As it is set; None for schedules without a queue, too."""
-    return schedule.max_waiting if isinstance(schedule, PipelineConfig) else None

@@ -6,10 +6,9 @@ half of the cores; where they take turns each has all of them.
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.experiments.accuracy import accuracy_figures
 from midflight.experiments.comparison_rows import Figures, combine_seeds, curve, label, run_figures
-from midflight.experiments.runs import train
+from midflight.experiments.runs import ENDLESS, Report, RunLength, check_overrides, train
 from midflight.experiments.variants import Variant
 from midflight.launch.build import build_grader, check_recipe
 from midflight.metrics.jsonl import json_text, read_metrics
@@ -29,30 +28,7 @@ from midflight.run.directory import create_directory, write_whole
 from midflight.run.evaluation import sampled_accuracy
 from midflight.trainer.checkpoints import checkpoints_in
 
-_ENDLESS = 1_000_000_000  # optimizer steps, or checkpoints: the clock ends a run
-
-Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RunLength:
-    """When a run ends: after so many seconds of training or optimizer steps, whichever is not None."""
-
-    seconds: float | None = None
-    steps: int | None = None
-
-    def check(self) -> None:
-        """Raises: RecipeError if no run has that length."""
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise RecipeError(f"--seconds: should be greater than 0, got {self.seconds:g}")
-        if self.steps is not None and self.steps < 1:
-            raise RecipeError(f"--steps: should be at least 1, got {self.steps}")
-
-    @property
-    def overrides(self) -> list[str]:
-        if self.steps is not None:
-            return [f"trainer.max_steps={self.steps}"]
-        return [f"trainer.max_steps={_ENDLESS}", f"trainer.max_seconds={self.seconds}"]
+_LENGTH = "--seconds or --steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +62,11 @@ def plan_comparison(
 
     Raises: RecipeError or ModelError, whatever any of the runs would end with, and for what cannot be compared.
     """
-    _check_options(length, num_seeds, accuracy_every)
+    length.check()
+    if num_seeds < 1:
+        raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
+    if accuracy_every < 0:
+        raise RecipeError(f"--accuracy-every: should be at least 0, got {accuracy_every}")
     recipes: list[Recipe] = []
     for variant in variants:
         recipe = load_recipe(recipe_path, [*overrides, *variant.overrides])
@@ -97,7 +77,10 @@ def plan_comparison(
         recipes.append(recipe)
     if not recipes[0].eval.num_problems:
         accuracy_every = 0
-    _check_overrides(overrides, accuracy_every)
+    ours = {"run.directory": "--out", "trainer.max_seconds": _LENGTH, "trainer.max_steps": _LENGTH}
+    if accuracy_every:
+        ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
+    check_overrides(overrides, ours, "comparison")
     return Comparison(recipe_path, tuple(overrides), tuple(variants), recipes[0], length, num_seeds, accuracy_every)
 
 
@@ -135,26 +118,6 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
     return result
 
 
-def _check_options(length: RunLength, num_seeds: int, accuracy_every: int) -> None:
-    length.check()
-    if num_seeds < 1:
-        raise RecipeError(f"--seeds: should be at least 1, got {num_seeds}")
-    if accuracy_every < 0:
-        raise RecipeError(f"--accuracy-every: should be at least 0, got {accuracy_every}")
-
-
-def _check_overrides(overrides: Sequence[str], accuracy_every: int) -> None:
-    ours = {"run.directory": "--out"} | dict.fromkeys(
-        ("trainer.max_seconds", "trainer.max_steps"), "--seconds or --steps"
-    )
-    if accuracy_every:
-        ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in ours:
-            raise RecipeError(f"override {override}: in a comparison {ours[key]} decides about {key}")
-
-
 def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report: Report) -> Figures:
     directory = out / f"{variant.file_name}-seed-{seed}"
     summary = train(comparison.recipe_path, directory, _run_overrides(comparison, variant, seed))
@@ -181,7 +144,7 @@ def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[
     ]
     if comparison.accuracy_every:
         every = f"trainer.checkpoint_every={comparison.accuracy_every}"
-        overrides += [every, f"trainer.keep_checkpoints={_ENDLESS}"]
+        overrides += [every, f"trainer.keep_checkpoints={ENDLESS}"]
     return overrides
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from midflight.experiments.accuracy import LEVELS
 from midflight.metrics.jsonl import MetricsLine
+from midflight.report.text_table import text_table
 
 Figures = dict[str, Any]
 
@@ -86,12 +87,8 @@ def label(run_or_row: Figures) -> str:
 
 def comparison_table(rows: Sequence[Figures]) -> str:
     """A column per variant, a line per figure; `-` where there is none."""
-    table = [["", *map(label, rows)]]
-    table += [[title, *(cell(row) for row in rows)] for title, cell in _LINES.items()]
-    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    return "\n".join(
-        title.ljust(first) + "".join(cell.rjust(width + 3) for cell, width in zip(cells, widths, strict=True))
-        for title, *cells in table
+    return text_table(
+        [["", *map(label, rows)], *([title, *(_cell(row, *line) for row in rows)] for title, line in _LINES.items())]
     )
 
 
@@ -126,53 +123,39 @@ def _median_reached(values: Sequence[float | None]) -> float | None:
     return median if math.isfinite(median) else None
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def _cell(row: Figures, path: str, form: int | str) -> str:
+    """`form`: digits, or "%" of a fraction, or "ms" of seconds."""
+    value: Any = row
+    for key in path.split("/"):
+        value = value[key]
+    if isinstance(value, dict):
+        value = sum(value.values())
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" if form == "%" else f"{1e3 * value:.2f}" if form == "ms" else f"{value:,.{form}f}"
 
 
-def _figure(key: str, digits: int = 0) -> Callable[[Figures], str]:
-    return lambda row: _number(row[key], digits)
-
-
-def _share(*keys: str) -> Callable[[Figures], str]:
-    def cell(row: Figures) -> str:
-        value: Any = row
-        for key in keys:
-            value = value[key]
-        return "-" if value is None else f"{100 * value:.1f} %"
-
-    return cell
-
-
-def _reached(unit: str, level: str, digits: int) -> Callable[[Figures], str]:
-    return lambda row: _number(row[f"{unit}_to_accuracy"][level], digits)
-
-
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{1e3 * value:.2f}"
-
-
-_LINES: dict[str, Callable[[Figures], str]] = {
-    "trained samples a second": _figure("trained_samples_per_s", 1),
-    "trained tokens a second": _figure("trained_tokens_per_s"),
-    "trained tokens a second of rollout": _figure("trained_tokens_per_rollout_s"),
-    **{f"seconds to accuracy {level}": _reached("seconds", str(level), 1) for level in LEVELS},
-    **{f"steps to accuracy {level}": _reached("steps", str(level), 0) for level in LEVELS},
-    "accuracy at the end": _figure("final_accuracy", 3),
-    "reward at the end": _figure("final_reward", 3),
-    "samples": _figure("samples"),
-    "seconds": _figure("train_wall_s", 1),
-    "generation idle": _share("idle", "generation"),
-    "trainer idle": _share("idle", "trainer"),
-    "lag, mean": _figure("mean_lag", 2),
-    "lag, max": _figure("max_lag"),
-    "versions in a rollout, max": _figure("versions_per_rollout_max"),
-    "effective sample size": _figure("mean_ess", 4),
-    "tokens of older weights": _share("old_token_fraction"),
-    "tokens carried over": _share("carried_token_fraction"),
-    "padding": _share("padding_fraction"),
-    "weight update, ms": lambda row: _milliseconds(row["update_pause_s"]),
-    "length bias, KS": _figure("length_ks", 3),
-    "groups dropped": lambda row: _number(sum(row["dropped"].values()), 0),
-    "groups failed": lambda row: _number(row["groups"]["failed"], 0),
+_LINES: dict[str, tuple[str, int | str]] = {
+    "trained samples a second": ("trained_samples_per_s", 1),
+    "trained tokens a second": ("trained_tokens_per_s", 0),
+    "trained tokens a second of rollout": ("trained_tokens_per_rollout_s", 0),
+    **{f"seconds to accuracy {level}": (f"seconds_to_accuracy/{level}", 1) for level in LEVELS},
+    **{f"steps to accuracy {level}": (f"steps_to_accuracy/{level}", 0) for level in LEVELS},
+    "accuracy at the end": ("final_accuracy", 3),
+    "reward at the end": ("final_reward", 3),
+    "samples": ("samples", 0),
+    "seconds": ("train_wall_s", 1),
+    "generation idle": ("idle/generation", "%"),
+    "trainer idle": ("idle/trainer", "%"),
+    "lag, mean": ("mean_lag", 2),
+    "lag, max": ("max_lag", 0),
+    "versions in a rollout, max": ("versions_per_rollout_max", 0),
+    "effective sample size": ("mean_ess", 4),
+    "tokens of older weights": ("old_token_fraction", "%"),
+    "tokens carried over": ("carried_token_fraction", "%"),
+    "padding": ("padding_fraction", "%"),
+    "weight update, ms": ("update_pause_s", "ms"),
+    "length bias, KS": ("length_ks", 3),
+    "groups dropped": ("dropped", 0),
+    "groups failed": ("groups/failed", 0),
 }

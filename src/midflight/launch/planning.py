@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from midflight.config import Scenario
-from midflight.config.schedules import ConventionalConfig, OneStepOffConfig, PipelineConfig
+from midflight.config.schedules import ConventionalConfig, OneStepOffConfig, PipelineConfig, queue_capacity
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_workload
 from midflight.sim.formulas.analytic import Estimate, conventional, one_step_off, pipeline
@@ -44,18 +44,16 @@ def estimate_scenario(scenario: Scenario) -> Estimate | None:
         case OneStepOffConfig(num_in_flight=None) if num_engines:
             return one_step_off(build_workload(scenario, colocated=False), 1, num_engines)
         case PipelineConfig(max_lag=None) if num_engines:
-            queue = _queue(scenario)
             workload = build_workload(scenario, colocated=False)
-            return pipeline(workload, schedule.num_in_flight, num_engines, queue.max_waiting, queue.when_full)
+            return pipeline(workload, schedule.num_in_flight, num_engines, _queue(scenario))
     return None
 
 
 def _queue(scenario: Scenario) -> Queue:
-    """What the pipeline has if nothing else is set: room for a batch."""
-    match scenario.schedule:
-        case PipelineConfig(max_waiting=max_waiting, when_full=when_full):
-            return Queue(max_waiting or scenario.batch.batch_size, when_full)
-    return Queue(scenario.batch.batch_size)
+    """The queue of the scenario's pipeline, or of the default one, without a hard bound on lag."""
+    schedule = scenario.schedule if isinstance(scenario.schedule, PipelineConfig) else PipelineConfig()
+    unbounded = schedule.model_copy(update={"max_lag": None})
+    return Queue(queue_capacity(unbounded, scenario.batch.batch_size), schedule.when_full)
 
 
 def _left_out(scenario: Scenario) -> list[str]:

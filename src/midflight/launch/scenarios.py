@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from midflight.config import Scenario
+from midflight.config import scenario as config
 from midflight.config.run_directory import RunDirectory
-from midflight.config.scenario import (
-    AffineDecodeConfig,
-    ConstantLengthsConfig,
-    DecodeConfig,
-    LengthsConfig,
-    ListedLengthsConfig,
-    LogNormalLengthsConfig,
-    PaperDecodeConfig,
-    RunLengthsConfig,
-    TableDecodeConfig,
-    TrainingConfig,
-    TwoPointLengthsConfig,
-    UniformLengthsConfig,
-)
 from midflight.errors import ScenarioError
 from midflight.launch.schedules import build_schedule
 from midflight.protocols import Schedule
@@ -29,7 +15,6 @@ from midflight.sim.costs import PAPER_STEP_COST, AffineCost, RateTable, StepCost
 from midflight.sim.lengths import (
     CycledLengths,
     GroupedLogNormal,
-    IndependentLengths,
     Lengths,
     constant,
     lognormal,
@@ -53,12 +38,12 @@ def build_workload(scenario: Scenario, colocated: bool) -> Workload:
 
     Raises: ScenarioError naming the key that cannot be; RunDirectoryError for a run without responses.
     """
-    decode, section = scenario.decode, "decode"
-    training, delays = training_of(scenario, colocated), scenario.delays
+    decode, section, delays = scenario.decode, "decode", scenario.delays
+    if colocated and scenario.colocated_decode:
+        decode, section = scenario.colocated_decode, "colocated_decode"
     if colocated:
-        if scenario.colocated_decode:
-            decode, section = scenario.colocated_decode, "colocated_decode"
         delays = scenario.colocated_delays or delays
+    training = training_of(scenario, colocated)
     return Workload(
         num_gpus=scenario.cluster.num_gpus,
         batch_size=scenario.batch.batch_size,
@@ -66,64 +51,51 @@ def build_workload(scenario: Scenario, colocated: bool) -> Workload:
         step_cost=build_step_cost(decode, section),
         train_time_per_token=training.mean_time_per_token,
         train_time_per_step=training.time_per_step,
-        gpus_per_engine=1 if isinstance(decode, PaperDecodeConfig) else decode.gpus_per_engine,
-        transfer=delays.transfer,
-        preprocess=delays.preprocess,
-        update_pause=delays.update_pause,
-        handover_pause=delays.handover_pause,
+        gpus_per_engine=1 if isinstance(decode, config.PaperDecodeConfig) else decode.gpus_per_engine,
+        **delays.model_dump(),
     )
 
 
-def training_of(scenario: Scenario, colocated: bool) -> TrainingConfig:
+def training_of(scenario: Scenario, colocated: bool) -> config.TrainingConfig:
     return scenario.colocated_training or scenario.training if colocated else scenario.training
 
 
-def build_step_cost(config: DecodeConfig, section: str = "decode") -> StepCost:
+def build_step_cost(decode: config.DecodeConfig, section: str = "decode") -> StepCost:
     """Raises: ScenarioError naming the key of `section` that cannot be."""
     with _within(section):
-        match config:
-            case PaperDecodeConfig():
+        match decode:
+            case config.PaperDecodeConfig():
                 return PAPER_STEP_COST
-            case TableDecodeConfig():
-                return RateTable(config.sizes, config.rates, config.pad_to, config.beyond)
-            case AffineDecodeConfig():
-                return AffineCost(config.base, config.per_sequence, config.per_token)
+            case config.TableDecodeConfig():
+                return RateTable(decode.sizes, decode.rates, decode.pad_to, decode.beyond)
+            case config.AffineDecodeConfig():
+                return AffineCost(decode.base, decode.per_sequence, decode.per_token)
 
 
-def build_lengths(config: LengthsConfig) -> Lengths:
-    """Raises: ScenarioError naming the key that cannot be; RunDirectoryError for a run without responses."""
-    with _within("lengths"):
-        match config:
-            case UniformLengthsConfig():
-                return IndependentLengths(uniform(config.max))
-            case ConstantLengthsConfig():
-                return IndependentLengths(constant(config.length))
-            case LogNormalLengthsConfig() if config.group_sigma:
-                return GroupedLogNormal(config.median, config.group_sigma, config.sigma, config.max)
-            case LogNormalLengthsConfig():
-                return IndependentLengths(lognormal(config.median, config.sigma, config.max))
-            case TwoPointLengthsConfig():
-                return IndependentLengths(two_point(config.short, config.long, config.long_share))
-            case ListedLengthsConfig() if config.order == "cycled":
-                return CycledLengths(config.lengths)
-            case ListedLengthsConfig():
-                return IndependentLengths(of_counts(_counts(config)))
-            case RunLengthsConfig():
-                return IndependentLengths(of_counts(_lengths_of_run(config.directory)))
-
-
-def _counts(config: ListedLengthsConfig) -> dict[int, float]:
-    counts: dict[int, float] = {}
-    for length, count in zip(config.lengths, config.counts or [1.0] * len(config.lengths), strict=True):
-        counts[length] = counts.get(length, 0.0) + count
-    return counts
-
-
-def _lengths_of_run(directory: Path) -> dict[int, float]:
-    checkpoint = newest_checkpoint(RunDirectory(directory).checkpoints)
-    if checkpoint is None:
-        raise ScenarioError(f"directory: {directory} holds no checkpoint of a run")
-    return {length: float(count) for length, count in load_state(checkpoint).generated_lengths.items()}
+def build_lengths(lengths: config.LengthsConfig) -> Lengths:
+    """Raises: RunDirectoryError or ScenarioError for a run without responses."""
+    match lengths:
+        case config.UniformLengthsConfig():
+            return uniform(lengths.max)
+        case config.ConstantLengthsConfig():
+            return constant(lengths.length)
+        case config.LogNormalLengthsConfig() if lengths.group_sigma:
+            return GroupedLogNormal(lengths.median, lengths.group_sigma, lengths.sigma, lengths.max)
+        case config.LogNormalLengthsConfig():
+            return lognormal(lengths.median, lengths.sigma, lengths.max)
+        case config.TwoPointLengthsConfig():
+            return two_point(lengths.short, lengths.long, lengths.long_share)
+        case config.ListedLengthsConfig() if lengths.order == "cycled":
+            return CycledLengths(lengths.lengths)
+        case config.ListedLengthsConfig():
+            return of_counts(lengths.lengths, lengths.counts)
+        case config.RunLengthsConfig():
+            checkpoint = newest_checkpoint(RunDirectory(lengths.directory).checkpoints)
+            if checkpoint is None:
+                raise ScenarioError(f"lengths.directory: {lengths.directory} holds no checkpoint of a run")
+            generated = load_state(checkpoint).generated_lengths
+            with _within("lengths"):
+                return of_counts([*generated], [*generated.values()])
 
 
 @contextlib.contextmanager

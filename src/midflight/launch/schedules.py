@@ -9,6 +9,7 @@ from midflight.config.schedules import (
     OneStepOffConfig,
     PipelineConfig,
     ScheduleConfig,
+    queue_capacity,
 )
 from midflight.protocols import Schedule
 from midflight.schedules.april import AprilSchedule
@@ -21,9 +22,8 @@ def build_schedule(config: ScheduleConfig, *, batch_size: int, group_size: int, 
     """`batch_size` and `group_size` in rollouts."""
     match config:
         case PipelineConfig():
-            # In start order, what is finished may have to wait for what is not: max_lag alone says how much.
-            max_waiting = config.max_waiting or batch_size * (1 + (config.max_lag or 0))
-            return PipelineSchedule(batch_size, config.num_in_flight, max_waiting, config.max_lag, config.when_full)
+            capacity = queue_capacity(config, batch_size)
+            return PipelineSchedule(batch_size, config.num_in_flight, capacity, config.max_lag, config.when_full)
         case ConventionalConfig():
             return ConventionalSchedule(batch_size, config.steps_per_rl_step, config.num_in_flight, seed)
         case AprilConfig():

@@ -8,7 +8,7 @@ from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_lengths, build_workload, scenario_schedule, training_of
 from midflight.sim.costs import StepCost
-from midflight.sim.simulator.failures import NO_FAILURES, Failures, RandomFailures
+from midflight.sim.simulator.failures import Failures
 from midflight.sim.simulator.groups import Gradients
 from midflight.sim.simulator.outcome import Outcome
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
@@ -21,18 +21,21 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
 
 
 def build_run(scenario: Scenario) -> SimulatedRun:
-    schedule, lengths = scenario_schedule(scenario), scenario.lengths
+    schedule, lengths, failures = scenario_schedule(scenario), scenario.lengths, scenario.failures
     workload = build_workload(scenario, schedule.colocated)
     training = training_of(scenario, schedule.colocated)
-    num_engines, num_training = workload.num_colocated_engines if schedule.colocated else 0, workload.num_gpus
     _check_in_flight(scenario, workload.step_cost)
-    if not schedule.colocated:
+    if schedule.colocated:
+        num_engines, num_training = workload.num_colocated_engines, workload.num_gpus
+    else:
         num_engines = _num_engines(scenario)
         workload.check_num_engines(num_engines)
-        num_training -= num_engines * workload.gpus_per_engine
+        num_training = workload.num_gpus - num_engines * workload.gpus_per_engine
+    has_gradient = lengths.has_gradient if isinstance(lengths, ListedLengthsConfig) else None
+    seed = scenario.simulation.seed
     return SimulatedRun(
         schedule=schedule,
-        lengths=build_lengths(scenario.lengths),
+        lengths=build_lengths(lengths),
         step_cost=workload.step_cost,
         num_engines=num_engines,
         batch_size=workload.batch_size,
@@ -41,13 +44,10 @@ def build_run(scenario: Scenario) -> SimulatedRun:
         train_time_per_step=training.time_per_step,
         group_size=scenario.batch.group_size,
         filter_rate=scenario.batch.filter_rate,
-        gradients=Gradients(
-            training.without_gradient_fraction,
-            lengths.has_gradient if isinstance(lengths, ListedLengthsConfig) else None,
-        ),
+        gradients=Gradients(training.without_gradient_fraction, has_gradient),
         delays=Delays(workload.transfer, workload.preprocess, workload.update_pause, workload.handover_pause),
-        failures=_failures(scenario),
-        seed=scenario.simulation.seed,
+        failures=Failures(failures.mean_time_between, failures.repair_time, seed),
+        seed=seed,
     )
 
 
@@ -73,8 +73,3 @@ def _num_engines(scenario: Scenario) -> int:
             " same time; `midflight plan` says how many would be best"
         )
     return scenario.cluster.num_engines
-
-
-def _failures(scenario: Scenario) -> Failures:
-    mean, seed = scenario.failures.mean_time_between, scenario.simulation.seed
-    return RandomFailures(mean, scenario.failures.repair_time, seed) if mean else NO_FAILURES

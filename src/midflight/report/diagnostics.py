@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from midflight.errors import RunDirectoryError
 from midflight.metrics.averages import mean_by_lag
 from midflight.metrics.jsonl import MetricsLine
@@ -34,16 +36,14 @@ def plot_diagnostics(directories: Sequence[Path], out: Path) -> None:
         _draw_mismatch(mismatch, steps, style)
     for axis in (ess, kl_by_lag):
         axis.set_xticks(range(len(LAG_EDGES)), LAG_LABELS)
-        axis.set_xlim(-0.4, max(_last_known(line) for line in axis.lines) + 0.4)
-        axis.set_xlabel("token lag / optimizer steps")
+        last = max(_last_known(line) for line in axis.lines)
+        axis.set(xlabel="token lag / optimizer steps", xlim=(-0.4, last + 0.4))
     for axis in (kl_by_lag, kl_by_position):
         axis.set_ylabel("KL(sampler || trainer) / nats per token")
     ess.set_ylabel("effective sample size / tokens")
-    kl_by_position.set_xlabel("position in the response / % of its tokens")
-    kl_by_position.set_xlim(0, 100)
-    mismatch.set_xlabel("training / optimizer steps")
-    mismatch.set_xlim(left=0)
-    mismatch.set_ylabel("|trainer - engine| log-probability / nats")
+    kl_by_position.set(xlabel="position in the response / % of its tokens", xlim=(0, 100))
+    difference = "|trainer - engine| log-probability / nats"
+    mismatch.set(xlabel="training / optimizer steps", xlim=(0, None), ylabel=difference)
     _explain_mismatch(mismatch)
     ess.ticklabel_format(axis="y", useOffset=False)
     for axis in axes.flat:
@@ -67,8 +67,7 @@ def _by_position(steps: Sequence[MetricsLine]) -> list[float | None]:
 
 
 def _draw(axis: Any, positions: Sequence[float], values: Sequence[float | None], style: dict[str, Any]) -> None:
-    shown = [math.nan if value is None else value for value in values]
-    axis.plot(positions, shown, "o-", markersize=5, linewidth=2, **style)
+    axis.plot(positions, np.array(values, np.float64), "o-", markersize=5, linewidth=2, **style)
 
 
 def _last_known(line: Any) -> float:
@@ -81,7 +80,7 @@ def _draw_mismatch(axis: Any, steps: Sequence[MetricsLine], style: dict[str, Any
     if not compared:
         return
     versions = [line["version"] for line in compared]
-    largest = [math.nan if line["mismatch/max"] is None else line["mismatch/max"] for line in compared]
+    largest = np.array([line["mismatch/max"] for line in compared], np.float64)  # None: NaN
     axis.plot(versions, largest, ".", alpha=0.5, markersize=4, **style)
     mean_style = "-" if len(versions) > 1 else "o"  # a line of one point would not be seen
     axis.plot(versions, smoothed([line["mismatch/mean"] for line in compared]), mean_style, linewidth=2, **style)

@@ -27,15 +27,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def busy_core_seconds() -> float | None:
-    """What all cores together have worked since the machine started; None where the kernel does not say."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, stat.read_text().split()[1:11])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -6,49 +6,44 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from midflight.metrics.jsonl import finite
+from midflight.report.text_table import text_table
 from midflight.sim.formulas.analytic import Estimate
 from midflight.sim.planner.plan import Choice, Plan
 
-_HEADER = (
-    f"{'':14}{'engines':>8}{'in flight':>11}{'training GPUs':>15}{'rate':>13}{'max lag':>9}{'mean lag':>10}"
-    f"{'trainer busy':>14}{'conventional':>14}{'speed-up':>10}"
-)
+_TITLES = ("engines", "in flight", "training GPUs", "rate", "max lag", "mean lag", "trainer busy", "conventional")
 
 
 def plan_text(plan: Plan, time_unit: str) -> str:
     """Tables: what there is to choose from, and the front by max lag."""
     lag = "the paper's figure" if plan.lag == "paper" else "with training, delays and waiting"
-    named = [
-        ("best", plan.best),
-        ("roomier", plan.roomy),
-        ("largest gain", plan.largest_gain),
-        ("as written", plan.as_written),
+    named = {"best": plan.best, "roomier": plan.roomy, "largest gain": plan.largest_gain, "as written": plan.as_written}
+    rows: list[list[object]] = [
+        ["", *_TITLES, "speed-up"],
+        *([name, *_choice_cells(each)] for name, each in named.items() if each),
     ]
-    lines = [
-        f"rates: trained tokens per {time_unit}; lags: optimizer steps, max lag {lag};"
-        " conventional: its rate at the same max lag",
-        _HEADER,
-        *(_row(name, each) for name, each in named if each),
-        *([_cells("one-step-off", plan.one_step_off, plan.one_step_off.max_lag)] if plan.one_step_off else []),
-        "",
-        "fastest by max lag",
-        *(_row("", row) for row in plan.rows),
-        "",
-        _crossover_line(plan),
-        *(f"note: {note}" for note in plan.notes),
-    ]
-    return "\n".join(lines)
+    if plan.one_step_off:
+        rows.append(["one-step-off", *_cells(plan.one_step_off, plan.one_step_off.max_lag), "", ""])
+    table = text_table([*rows, *(["", *_choice_cells(row)] for row in plan.rows)]).splitlines()
+    return "\n".join(
+        [
+            f"rates: trained tokens per {time_unit}; lags: optimizer steps, max lag {lag};"
+            " conventional: its rate at the same max lag",
+            *table[: len(rows)],
+            "\nfastest by max lag",
+            *table[len(rows) :],
+            f"\n{_crossover_line(plan)}",
+            *(f"note: {note}" for note in plan.notes),
+        ]
+    )
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Numbers that are not finite, or not known, are null."""
+    named = ("best", "roomy", "largest_gain", "as_written")
     values = {
         "lag": plan.lag,
-        "best": _choice_json(plan.best),
-        "roomy": _choice_json(plan.roomy),
-        "largest_gain": _choice_json(plan.largest_gain),
-        "as_written": _choice_json(plan.as_written),
-        "one_step_off": _estimate_json(plan.one_step_off) if plan.one_step_off else None,
+        **{name: _choice_json(getattr(plan, name)) for name in named},
+        "one_step_off": _estimate_json(plan.one_step_off),
         "first_win": plan.first_win,
         "crossover": plan.crossover,
         "front": [_choice_json(row) for row in plan.rows],
@@ -57,23 +52,20 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "rate": plan.curve.rates.tolist(),
             "conventional_rate": plan.curve.conventional_rates.tolist(),
         },
-        "notes": list(plan.notes),
+        "notes": plan.notes,
     }
     return cast(dict[str, Any], finite(values))
 
 
-def _row(name: str, choice: Choice) -> str:
+def _choice_cells(choice: Choice) -> list[object]:
     beside = _rate(choice.conventional.rate) if choice.conventional else "-"
     speed_up = f"{choice.speed_up:.3f}" if choice.speed_up is not None else "-"
-    return f"{_cells(name, choice.split, choice.max_lag)}{beside:>14}{speed_up:>10}"
+    return [*_cells(choice.split, choice.max_lag), beside, speed_up]
 
 
-def _cells(name: str, estimate: Estimate, max_lag: float) -> str:
-    in_flight = estimate.num_in_flight or "a batch"
-    return (
-        f"{name:14}{estimate.num_engines:>8}{in_flight:>11}{estimate.num_training_gpus:>15}{_rate(estimate.rate):>13}"
-        f"{max_lag:>9}{estimate.mean_lag:>10.4g}{estimate.trainer_share:>14.0%}"
-    )
+def _cells(estimate: Estimate, max_lag: float) -> list[object]:
+    split = [estimate.num_engines, estimate.num_in_flight or "a batch", estimate.num_training_gpus]
+    return [*split, _rate(estimate.rate), max_lag, f"{estimate.mean_lag:.4g}", f"{estimate.trainer_share:.0%}"]
 
 
 def _rate(rate: float) -> str:
@@ -90,14 +82,9 @@ def _crossover_line(plan: Plan) -> str:
 def _choice_json(choice: Choice | None) -> dict[str, Any] | None:
     if choice is None:
         return None
-    conventional = choice.conventional
-    return {
-        **_estimate_json(choice.split),
-        "max_lag": choice.max_lag,
-        "conventional": _estimate_json(conventional) if conventional else None,
-        "speed_up": choice.speed_up,
-    }
+    beside = {"conventional": _estimate_json(choice.conventional), "speed_up": choice.speed_up}
+    return {**asdict(choice.split), "max_lag": choice.max_lag, **beside}
 
 
-def _estimate_json(estimate: Estimate) -> dict[str, Any]:
-    return {**asdict(estimate), "max_lag": estimate.max_lag}
+def _estimate_json(estimate: Estimate | None) -> dict[str, Any] | None:
+    return None if estimate is None else {**asdict(estimate), "max_lag": estimate.max_lag}

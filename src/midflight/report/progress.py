@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from midflight.metrics.averages import mean_over
 from midflight.metrics.jsonl import MetricsLine
 
 _PLAIN_LINE_EVERY_S = 5.0
@@ -110,7 +111,7 @@ class LiveView:
 
     def _failed(self) -> list[str]:
         """Groups that failed in the steps that are averaged over; nothing if none did."""
-        num_failed = sum(self._values("dropped/failed_groups"))
+        num_failed = sum(line.get("dropped/failed_groups", 0) for line in self._recent)
         return [f"{num_failed:.0f} groups failed in {len(self._recent)} steps"] if num_failed else []
 
     def _components(self) -> list[str]:
@@ -126,11 +127,8 @@ class LiveView:
             self._rewards.pop()
 
     def _print_plain_line(self) -> None:
-        self._console.print(self._plain_line(), highlight=False, soft_wrap=True)
-
-    def _plain_line(self) -> str:
         newest = self._recent[-1]
-        return (
+        line = (
             f"step {newest['version']}/{self._max_steps}  {_clock(newest['wall_s'])}"
             f"  reward {self._mean('reward/mean'):.3f}  samples {newest['samples']:,}"
             f"  generated {self._rate('throughput/generated_tokens_per_s'):,.0f} tok/s"
@@ -138,6 +136,7 @@ class LiveView:
             f"  lag {self._mean('lag/mean'):.1f} (max {self._max('lag/max'):.0f})  ESS {self._mean('ess'):.4f}"
             f"  eta {_clock(self._eta_s())}{''.join('  ' + each for each in self._failed())}"
         )
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def _eta_s(self) -> float:
         first, newest = self._recent[0], self._recent[-1]
@@ -145,21 +144,15 @@ class LiveView:
         per_step = (newest["wall_s"] - first["wall_s"]) / steps if steps else newest["wall_s"]
         return float(per_step * (self._max_steps - newest["version"]))
 
-    def _values(self, key: str) -> list[float]:
-        return [line[key] for line in self._recent if line.get(key) is not None]
-
     def _mean(self, key: str) -> float:
-        values = self._values(key)
-        return sum(values) / len(values) if values else 0.0
+        return mean_over(self._recent, key, weights=None) or 0.0
 
     def _rate(self, key: str) -> float:
         """The mean over time, not over steps: a step without a gradient takes a millisecond, at an absurd rate."""
-        pairs = [(line[key], line["time/step_s"]) for line in self._recent if line.get(key) is not None]
-        seconds = sum(step_s for _, step_s in pairs)
-        return sum(value * step_s for value, step_s in pairs) / seconds if seconds else 0.0
+        return mean_over(self._recent, key, weights="time/step_s") or 0.0
 
     def _max(self, key: str) -> float:
-        return max(self._values(key), default=0.0)
+        return max((line[key] for line in self._recent if line.get(key) is not None), default=0.0)
 
     def _percent(self, key: str) -> str:
         return f"{100 * self._rate(key):.0f} %"
@@ -179,30 +172,25 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     groups, idle, wall_s = summary["groups"], summary["idle"], summary["train_wall_s"]
     old, carried, dropped = summary["old_token_fraction"], summary["carried_token_fraction"], summary["dropped"]
-    rows = []
-    before, after = summary["eval_before"], summary["eval_after"]
-    if before or after:
-        rows += _accuracy_rows(before or {}, after or {})
-    rate = max(wall_s, 1e-9)
-    rows += [
+    tokens = {kind: summary[f"{kind}_tokens"] for kind in ("generated", "trained")}
+    rows = [
+        *_accuracy_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
         ("training", f"{wall_s:.1f} s, {summary['steps']} steps, {summary['samples']:,} samples"),
-        ("generated", f"{summary['generated_tokens']:,} tokens, {summary['generated_tokens'] / rate:,.0f} a second"),
-        ("trained", f"{summary['trained_tokens']:,} tokens, {summary['trained_tokens'] / rate:,.0f} a second"),
+        *((kind, f"{num:,} tokens, {num / max(wall_s, 1e-9):,.0f} a second") for kind, num in tokens.items()),
         ("weight updates", f"{summary['updates']}, {_ms(summary['update_pause_s'])} each, {summary['aborted']} aborts"),
         ("versions in one rollout", f"up to {summary['versions_per_rollout_max']}"),
         ("lag", f"{summary['mean_lag']:.2f} mean, {summary['max_lag']} max (optimizer steps)"),
         ("effective sample size", _number(summary["mean_ess"])),
         ("idle", f"generation {_number(idle['generation'])}, trainer {_number(idle['trainer'])}"),
-        ("tokens of older weights", f"{_percent(old)}, carried over {_percent(carried)}"),
+        ("tokens of older weights", f"{100 * old:.1f} %, carried over {100 * carried:.1f} %"),
         ("length", _lengths(summary["length_bias"])),
         ("groups", ", ".join(f"{count} {name}" for name, count in groups.items())),
     ]
     if groups["failed"]:
         rows.append(("failed groups", _failures(summary)))
     if any(dropped.values()):
-        rows.append(
-            ("dropped", f"{dropped['filtered']} without signal, {dropped['queue_full']} because of a full queue")
-        )
+        causes = f"{dropped['filtered']} without signal, {dropped['queue_full']} because of a full queue"
+        rows.append(("dropped", causes))
     if summary["restarts"]:
         rows.append(("processes started again", ", ".join(f"{n} {role}" for role, n in summary["restarts"].items())))
     if summary["skipped_steps"]:
@@ -231,6 +219,8 @@ def _failures(summary: dict[str, Any]) -> str:
 def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:
     """Before -> after; either may be empty or, in a run that resumed with another [eval], of other problems."""
     newest = after or before
+    if not newest:
+        return []
     held_out = f"on {newest['num_problems']} held-out problems"
     rows = [
         (f"accuracy, sampled, {held_out}", _change(before, after, "sampled_accuracy")),
@@ -252,16 +242,9 @@ def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:
 
 def _lengths(bias: dict[str, Any]) -> str:
     """Mean lengths of everything generated and of what became of it, and how far training was from all of it."""
-    means = [
-        f"{bias[f'mean_{what}']:.1f} {what}"
-        for what in ("generated", "trained", "dropped")
-        if bias[f"mean_{what}"] is not None
-    ]
-    return f"{', '.join(means) or '-'} (mean tokens), bias {_number(bias['ks'])} (KS)"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f} %"
+    means = {kind: bias[f"mean_{kind}"] for kind in ("generated", "trained", "dropped")}
+    known = [f"{mean:.1f} {kind}" for kind, mean in means.items() if mean is not None]
+    return f"{', '.join(known) or '-'} (mean tokens), bias {_number(bias['ks'])} (KS)"
 
 
 def _number(value: float | None) -> str:

@@ -12,25 +12,22 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import RunDirectoryError
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.report.plotting import COLORS, load_pyplot, save_figure, style_axis
+from midflight.report.text_table import text_table
 
 _SMOOTHED_OVER = 1 / 12  # of the run
 
 
 def run_table(directories: Sequence[Path]) -> str:
     """One line per run. Raises: RunDirectoryError if a directory holds no summary."""
-    header = f"{'run':32}{'accuracy':>10}{'seconds':>9}{'steps':>7}{'samples/s':>11}"
-    lines = [header + f"{'mean lag':>10}{'max lag':>9}{'ESS':>8}  dropped"]
+    table = [["run", "accuracy", "seconds", "steps", "samples/s", "mean lag", "max lag", "ESS", "dropped"]]
     for directory, label in zip(directories, labels_of(directories), strict=True):
         summary = _summary(directory)
-        after, ess = summary["eval_after"], summary["mean_ess"]
+        after, ess, wall_s = summary["eval_after"], summary["mean_ess"], summary["train_wall_s"]
         accuracy = f"{after['sampled_accuracy']:.3f}" if after and after["sampled_accuracy"] is not None else "-"
-        rate = summary["samples"] / max(summary["train_wall_s"], 1e-9)
-        lines.append(
-            f"{label:32}{accuracy:>10}{summary['train_wall_s']:>9.1f}{summary['steps']:>7}{rate:>11.1f}"
-            f"{summary['mean_lag']:>10.2f}{summary['max_lag']:>9}{f'{ess:.4f}' if ess else '-':>8}"
-            f"  {_dropped(summary)}"
-        )
-    return "\n".join(lines)
+        speed = [f"{wall_s:.1f}", summary["steps"], f"{summary['samples'] / max(wall_s, 1e-9):.1f}"]
+        lag = [f"{summary['mean_lag']:.2f}", summary["max_lag"], f"{ess:.4f}" if ess else "-"]
+        table.append([label, accuracy, *speed, *lag, _dropped(summary)])
+    return text_table(table, left=(0, 8))
 
 
 def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> None:
@@ -53,8 +50,7 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
             axis.plot(positions, rewards, ".", color=color, alpha=faint, markersize=3)
             axis.plot(positions, smoothed(rewards), color=color, linewidth=2, label=shown_label)
     for axis, title in zip(axes, ("seconds of training", "samples trained"), strict=True):
-        axis.set_xlabel(title)
-        axis.set_xlim(left=0)
+        axis.set(xlabel=title, xlim=(0, None))
         style_axis(axis)
     axes[0].set_ylabel("reward")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)

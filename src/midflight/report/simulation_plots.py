@@ -25,15 +25,11 @@ def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
     speed.step(curve.lags, curve.rates, where="post", color=COLORS[0], linewidth=2, label="pipeline")
     speed.plot(curve.lags, curve.conventional_rates, color=COLORS[1], linewidth=2, label="conventional")
     speed.plot([plan.best.max_lag], [plan.best.split.rate], "o", color=COLORS[0])
-    speed.set_ylabel(f"trained tokens per {time_unit}")
     speed.legend(frameon=False)
     gain.plot(curve.lags, curve.speed_ups, color=COLORS[2], linewidth=2)
     gain.axhline(1, color="gray", linewidth=1)
-    gain.set_ylabel("times as fast as conventional")
-    for axis in (speed, gain):
-        axis.set_xscale("log")
-        axis.set_xlabel("max lag, optimizer steps")
-        axis.set_ylim(bottom=0)
+    for axis, title in ((speed, f"trained tokens per {time_unit}"), (gain, "times as fast as conventional")):
+        axis.set(xscale="log", xlabel="max lag, optimizer steps", ylabel=title, ylim=(0, None))
         style_axis(axis)
     save_figure(figure, out)
 
@@ -46,10 +42,8 @@ def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> No
         between = np.arange(1, table.sizes[-1] + 1)
         axis.plot(between, rates(table, between), color=color, linewidth=2, label=label)
         axis.plot(table.sizes, table.rates, "o", color=color)
-    axis.set_xlabel("sequences in flight")
-    axis.set_ylabel(f"sampled tokens per {time_unit}")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    title = f"sampled tokens per {time_unit}"
+    axis.set(xlabel="sequences in flight", ylabel=title, xlim=(0, None), ylim=(0, None))
     axis.legend(frameon=False)
     style_axis(axis)
     save_figure(figure, out)
@@ -65,18 +59,15 @@ def plot_outcome(outcome: Outcome, time_unit: str, out: Path) -> None:
     steps = [batch.index for batch in outcome.measured]
     lags.plot(steps, outcome.max_lags, ".", markersize=2, color=COLORS[1], label="max of the batch")
     lags.plot(steps, outcome.mean_lags, ".", markersize=2, color=COLORS[0], label="mean of the batch")
-    lags.set_xlabel("optimizer step")
-    lags.set_ylabel("lag, optimizer steps")
+    lags.set(xlabel="optimizer step", ylabel="lag, optimizer steps")
     lags.legend(frameon=False, markerscale=4)
     middles = (np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS
     positions.plot(middles, outcome.lag_by_position, "o-", markersize=3, color=COLORS[0])
-    positions.set_xlabel("position, of the longest response")
-    positions.set_ylabel("mean lag, optimizer steps")
+    positions.set(xlabel="position, of the longest response", ylabel="mean lag, optimizer steps")
     ends = np.array([outcome.start, *(batch.end for batch in outcome.measured)])
     tokens = np.cumsum([0, *(batch.num_tokens for batch in outcome.measured)])
     speed.plot(ends - ends[0], tokens, color=COLORS[2])
-    speed.set_xlabel(f"time, {time_unit}")
-    speed.set_ylabel("trained tokens")
+    speed.set(xlabel=f"time, {time_unit}", ylabel="trained tokens")
     for axis in (lags, positions, speed):
         axis.set_ylim(bottom=0)
         style_axis(axis)

@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any, cast
 
 from midflight.metrics.jsonl import finite
+from midflight.report.text_table import text_table
 from midflight.sim.formulas.analytic import Estimate
 from midflight.sim.simulator.outcome import Outcome, TrainedBatch
 
 
 def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str) -> str:
     """What was simulated, and what the formulas say about it, if they do."""
-    figures = outcome.figures()
-    formulas = _of_formulas(estimate)
-    lines = [f"{'':44}{'simulated':>12}{'formulas':>12}"]
+    figures, formulas = outcome.figures(), _of_formulas(estimate)
+    rows = [["", "simulated", "formulas"]]
     for name, label in _LABELS.items():
-        formula = formulas.get(name)
-        lines.append(f"{label.format(unit=time_unit):44}{_number(figures[name]):>12}{_number(formula):>12}")
-    lines.append(
-        f"over {figures['steps']} optimizer steps, {_number(figures['time'])} {time_unit} on the virtual clock"
-    )
-    return "\n".join(lines)
+        rows.append([label.format(unit=time_unit), _number(figures[name]), _number(formulas.get(name))])
+    steps, time = figures["steps"], _number(figures["time"])
+    return f"{text_table(rows)}\nover {steps} optimizer steps, {time} {time_unit} on the virtual clock"
 
 
 def simulation_json(outcome: Outcome, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:

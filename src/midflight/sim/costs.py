@@ -6,9 +6,10 @@ scenario (see the package), rates in tokens per unit, both of one engine. Fluid 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -55,15 +56,10 @@ class RateTable:
     rates: tuple[float, ...]  # U, tokens per unit of time
     pad_to: int = 1
     beyond: Literal["error", "hold"] = "error"
+    per_token: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         _check_table(self.sizes, self.rates)
-        if self.pad_to < 1:
-            raise ScenarioError(f"pad_to = {self.pad_to}: should be at least 1")
-
-    @property
-    def per_token(self) -> float:
-        return 0.0
 
     @property
     def max_in_flight(self) -> float:
@@ -86,22 +82,16 @@ class RateTable:
 
 @dataclass(frozen=True, slots=True)
 class AffineCost:
-    """t(h, c) = base + per_sequence * h + per_token * c. Raises: ScenarioError naming what is negative."""
+    """t(h, c) = base + per_sequence * h + per_token * c. Raises: ScenarioError if a step would take no time."""
 
     base: float
     per_sequence: float = 0.0
     per_token: float = 0.0
+    max_in_flight: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("base", "per_sequence", "per_token"):
-            if getattr(self, name) < 0:
-                raise ScenarioError(f"{name} = {getattr(self, name):g}: should be at least 0")
         if self.base + self.per_sequence <= 0:
             raise ScenarioError("base and per_sequence are both 0: a decode step would take no time")
-
-    @property
-    def max_in_flight(self) -> float:
-        return math.inf
 
     def step_times(self, num_in_flight: Counts) -> Float64Array:
         asked = np.asarray(num_in_flight, np.float64)
@@ -124,9 +114,7 @@ def _check_table(sizes: Sequence[int], rates: Sequence[float]) -> None:
         raise ScenarioError(f"sizes: should be at least 1, got {sizes[0]}")
     if any(not 0 < rate < math.inf for rate in rates):
         raise ScenarioError(f"rates: should be greater than 0 and finite, got {list(rates)}")
-    for (size, rate), (larger, its_rate) in zip(
-        zip(sizes, rates, strict=True), list(zip(sizes, rates, strict=True))[1:], strict=False
-    ):
+    for (size, rate), (larger, its_rate) in itertools.pairwise(zip(sizes, rates, strict=True)):
         if larger <= size:
             raise ScenarioError(f"sizes: should go up, and {larger} comes after {size}")
         if its_rate < rate:

@@ -14,7 +14,7 @@ from midflight.types import Float64Array
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Times are in one unit, see the package. Raises: ScenarioError naming what is too small."""
+    """Times are in one unit, see the package."""
 
     num_gpus: int  # N
     batch_size: int  # B, rollouts
@@ -27,15 +27,6 @@ class Workload:
     preprocess: float = 0.0  # from a batch being complete until it can be trained on
     update_pause: float = 0.0  # engines stand still while they adopt weights
     handover_pause: float = 0.0  # engines stand still while a batch is made up
-
-    def __post_init__(self) -> None:
-        for name in ("num_gpus", "batch_size", "gpus_per_engine"):
-            if getattr(self, name) < 1:
-                raise ScenarioError(f"{name} = {getattr(self, name)}: should be at least 1")
-        times = ("train_time_per_token", "train_time_per_step", "transfer", "preprocess")
-        for name in (*times, "update_pause", "handover_pause"):
-            if getattr(self, name) < 0:
-                raise ScenarioError(f"{name} = {getattr(self, name):g}: should be at least 0")
 
     @property
     def batch_tokens(self) -> float:
@@ -72,10 +63,10 @@ class Workload:
 
     def check_num_engines(self, num_engines: int) -> None:
         """Whether so many engines leave a GPU to train. Raises: ScenarioError."""
-        if not 0 < num_engines * self.gpus_per_engine < self.num_gpus:
+        if not 0 < num_engines <= self.max_engines:
             raise ScenarioError(
                 f"cluster.num_engines = {num_engines}: of {self.num_gpus} GPUs and {self.gpus_per_engine} per engine,"
-                f" {self._possible_engines()}"
+                f" {'1' if self.max_engines == 1 else f'1 to {self.max_engines}'} would work"
             )
 
     @property
@@ -98,6 +89,3 @@ class Workload:
                 " some would never generate"
             )
         return self.num_gpus // self.gpus_per_engine
-
-    def _possible_engines(self) -> str:
-        return f"1 to {self.max_engines} would work" if self.max_engines > 1 else "1 would work"

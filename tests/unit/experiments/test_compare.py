@@ -16,7 +16,8 @@ from midflight import cli
 from midflight.config import load_recipe
 from midflight.errors import RecipeError, RunDirectoryError, WorkerError
 from midflight.experiments import compare as compare_module
-from midflight.experiments.compare import Comparison, RunLength, plan_comparison, run_comparison
+from midflight.experiments.compare import Comparison, plan_comparison, run_comparison
+from midflight.experiments.runs import RunLength
 from midflight.experiments.variants import parse_variants
 from midflight.trainer.checkpoints import checkpoints_in, save_checkpoint
 from midflight.trainer.state import TrainerState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,18 +18,30 @@ from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost, RateTable
-from midflight.sim.lengths import CycledLengths, IndependentLengths, lognormal, uniform
-from midflight.sim.simulator.failures import ListedFailures, RandomFailures
+from midflight.sim.lengths import CycledLengths, lognormal, uniform
+from midflight.sim.simulator.failures import Failure, Failures
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
 UNBOUNDED = 10**9  # rollouts that may wait
-LENGTHS = IndependentLengths(lognormal(40, 0.8, 300))
+LENGTHS = lognormal(40, 0.8, 300)
+
+
+class ListedFailures(Failures):
+    """(engine, start, end) of each."""
+
+    def __init__(self, failures: Sequence[tuple[int, float, float]]) -> None:
+        super().__init__()
+        self._failures = failures
+
+    def next(self, engine: int, after: float) -> Failure | None:
+        own = [Failure(start, end) for index, start, end in self._failures if index == engine and start >= after]
+        return min(own, default=None)
 
 
 def pipeline_run(**changes: object) -> SimulatedRun:
     run = SimulatedRun(
         schedule=PipelineSchedule(16, 24, UNBOUNDED),
-        lengths=IndependentLengths(uniform(64)),
+        lengths=uniform(64),
         step_cost=AffineCost(1.0, 0.01),
         num_engines=3,
         batch_size=16,
@@ -64,8 +77,8 @@ def test_a_draining_batch_speeds_up_as_it_empties() -> None:
 
 
 def test_the_same_run_twice_is_the_same() -> None:
-    run = pipeline_run(failures=RandomFailures(300.0, 50.0, seed=3))
-    assert simulate(run).figures() == simulate(replace(run, failures=RandomFailures(300.0, 50.0, seed=3))).figures()
+    run = pipeline_run(failures=Failures(300.0, 50.0, seed=3))
+    assert simulate(run).figures() == simulate(replace(run, failures=Failures(300.0, 50.0, seed=3))).figures()
     assert simulate(run).figures() != simulate(replace(run, seed=1)).figures()
 
 
@@ -162,7 +175,7 @@ def test_bounds_and_accounts_hold_whatever_happens(
         filter_rate=filter_rate,
     )
     if mean_time_between is not None:
-        run = replace(run, failures=RandomFailures(mean_time_between, 30.0, seed=0))
+        run = replace(run, failures=Failures(mean_time_between, 30.0, seed=0))
     batches = simulate(run).batches
     check_accounts(run, batches)
     bound = getattr(schedule, "max_lag", None)

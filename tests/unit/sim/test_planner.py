@@ -33,7 +33,7 @@ SMALL = {
 def brute_force(workload: Workload, space: SearchSpace) -> list[Estimate]:
     """The front, slow ones first, with ties broken by lag, then the number in flight, then the engines."""
     tried = [
-        pipeline(workload, in_flight, engines, space.queue.max_waiting, space.queue.when_full)
+        pipeline(workload, in_flight, engines, space.queue)
         for in_flight in range(1, space.max_in_flight + 1)
         for engines in range(1, workload.max_engines + 1)
     ]
@@ -224,8 +224,6 @@ def test_a_search_space_that_cannot_be() -> None:
     assert search_space(table, Queue(128)).max_in_flight == 64
     with pytest.raises(ScenarioError, match=r"max_in_flight = 65: should be at least 1, at most 64"):
         search_space(table, Queue(128), 65)
-    with pytest.raises(ScenarioError, match=r"schedule.max_waiting = 100 is less than batch.batch_size = 128"):
-        search_space(table, Queue(100))
     with pytest.raises(ScenarioError, match=r"cluster.num_gpus = 1: too few"):
         pareto_front(replace(CASE_STUDY, num_gpus=1), SearchSpace(8, Queue(128)))
 

@@ -19,6 +19,8 @@ from midflight.sim.planner.plan import Goal
 ROOT = Path(__file__).parents[3]
 SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
 PAPER = ROOT / "scenarios" / "paper.toml"
+TWO_POINT = ["lengths.type=two_point", "lengths.short=1", "lengths.long=2"]
+LOGNORMAL = ["lengths.type=lognormal", "lengths.median=10", "lengths.max=100"]
 TABLE = ["decode.type=table", "decode.sizes=[1,64]", "decode.rates=[0.1,0.2]"]
 
 
@@ -101,10 +103,29 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
         (["schedule.max_waiting=64"], "schedule.max_waiting = 64 is less than batch.batch_size = 128"),
         (["--max-lag", "0"], "max_lag = 0: no split has less than 1"),
         (["--rate", "25"], "rate = 25: no split is faster than 19.4"),
+        (["cluster.num_gpus=0"], "cluster.num_gpus: should be greater than or equal to 1, got 0"),
+        (["batch.batch_size=0"], "batch.batch_size: should be greater than or equal to 1, got 0"),
+        (["schedule.num_in_flight=0"], "schedule.num_in_flight: should be greater than or equal to 1, got 0"),
+        (
+            ["schedule.type=conventional", "schedule.steps_per_rl_step=0"],
+            "schedule.steps_per_rl_step: should be greater",
+        ),
+        (["delays.handover_pause=-0.5"], "delays.handover_pause: should be greater than or equal to 0, got -0.5"),
+        ([*TABLE, "decode.gpus_per_engine=0"], "decode.gpus_per_engine: should be greater than or equal to 1, got 0"),
+        ([*TABLE, "decode.pad_to=0"], "decode.pad_to: should be greater than or equal to 1, got 0"),
+        (["decode.type=affine", "decode.base=1", "decode.per_token=-1"], "decode.per_token: should be greater than"),
+        (["lengths.max=0"], "lengths.max: should be greater than or equal to 1, got 0"),
+        ([*TWO_POINT, "lengths.long_share=1.5"], "lengths.long_share: should be less than or equal to 1, got 1.5"),
+        ([*LOGNORMAL, "lengths.sigma=0"], "lengths: sigma and group_sigma are both 0; type = 'constant' would work"),
         (["delays.transfer=-1"], "delays.transfer: should be greater than or equal to 0, got -1"),
         (["training.time_per_token=-1"], "training.time_per_token: should be greater than or equal to 0, got -1"),
         (["lengths.type=constant", "lengths.length=0"], "lengths.length: should be greater than or equal to 1, got 0"),
         (["lengths.type=list", "lengths.lengths=[3]", "lengths.counts=[0]"], "lengths: counts are all 0"),
+        (
+            ["lengths.type=list", "lengths.file=/nowhere.json"],
+            "lengths: cannot read the file /nowhere.json: [Errno 2] No such",
+        ),
+        (["lengths.type=list"], "lengths.lengths is missing"),
     ],
 )
 def test_a_wrong_scenario_is_one_clear_line(

@@ -1,4 +1,4 @@
-"""Recorded runs -> the scenario they measured.
+"""Calibration: short real runs of a recipe -> the scenario they measured, as a file and as text.
 
 Costs change while a policy learns: responses get longer, and groups whose rewards are all equal need no forward pass.
 So training, delays and lengths are those of the long runs, which should last as long as what is to be predicted. All
@@ -8,10 +8,12 @@ that the short ones add is how fast engines are with other numbers of sequences 
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from midflight.config import Recipe, Scenario
+from midflight.config import Recipe, Scenario, dump_toml, load_recipe
 from midflight.config.scenario import (
     ClusterConfig,
     DelaysConfig,
@@ -21,63 +23,140 @@ from midflight.config.scenario import (
     TableDecodeConfig,
     TrainingConfig,
 )
-from midflight.launch.build import num_threads
-from midflight.sim.calibration.decode import DecodeTable, fit_table
-from midflight.sim.calibration.runs import RecordedRun
-from midflight.sim.calibration.training import Delays, TrainingCost, colocated_delays, fit_training, split_delays
+from midflight.config.section import Section
+from midflight.errors import RecipeError
+from midflight.experiments.runs import Report, RunLength, check_overrides
+from midflight.launch.build import check_recipe, num_threads
+from midflight.report.machine import describe_machine
+from midflight.report.text_table import text_table
+from midflight.run.directory import create_directory, write_whole
+from midflight.sim.calibration.measure import (
+    RecordedRun,
+    colocated_delays,
+    fit_table,
+    fit_training,
+    planned_runs,
+    record_all,
+    split_delays,
+)
+from midflight.sim.costs import RateTable
 
 _MAX_LENGTHS = 65_536  # rollouts in the file
+_BUSY = 0.5  # cores that others are using
+_OURS = {"run.directory": "--out-runs"} | dict.fromkeys(
+    ("trainer.max_seconds", "trainer.max_steps", "trainer.checkpoint_every"), "--seconds"
+)
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Of one way to run, both phases at the same time or in turns."""
+def calibrate(
+    recipe_path: Path, overrides: Sequence[str], seconds: float, runs: Path | None, report: Report
+) -> tuple[Scenario, dict[str, Any]]:
+    """The scenario that was measured, and the same figures with what they were measured on and from.
 
-    decode: DecodeTable
-    training: TrainingCost
-    delays: Delays
+    `seconds`: of each long run. `runs`: where the runs are left, new or empty; nowhere if None.
+    Raises: before anything is started, RecipeError or ModelError, whatever any of the runs would end with, or for what
+        cannot be measured, and RunDirectoryError if `runs` holds something; then WorkerError if a run fails and
+        BenchmarkError if one is too short.
+    """
+    RunLength(seconds=seconds).check()
+    check_overrides(overrides, _OURS, "calibration")
+    recipe = load_recipe(recipe_path, overrides)
+    if recipe.engine.type == "http":
+        raise RecipeError("engine.type = 'http': nobody starts servers for a calibration; 'embedded' would work")
+    check_recipe(recipe)
+    plans = planned_runs(recipe)
+    for plan in plans:
+        check_recipe(load_recipe(recipe_path, [*overrides, *plan.overrides]))
+    machine = describe_machine()
+    if float(machine["load_average_1min"]) > _BUSY:
+        report(f"this machine is busy (load average {machine['load_average_1min']}): it will look slower than it is")
+    with tempfile.TemporaryDirectory(prefix="midflight-runs-") as temporary:
+        if runs:
+            create_directory(runs)
+        out = runs.resolve() if runs else Path(temporary)
+        recorded = record_all(plans, recipe_path, overrides, seconds, out, report)
+    scenario = scenario_of(recipe, recorded)
+    assert isinstance(scenario.lengths, ListedLengthsConfig)
+    lengths = scenario.lengths.lengths
+    return scenario, {
+        "machine": machine,
+        "recipe": str(recipe_path),
+        "overrides": list(overrides),
+        "seconds": seconds,
+        **scenario.model_dump(mode="json", exclude={"lengths", "failures", "simulation"}, exclude_none=True),
+        "lengths": {"mean": statistics.fmean(lengths), "max": max(lengths), "listed": len(lengths)},
+        "runs": [run.figures() for run in recorded],
+    }
 
 
 def scenario_of(recipe: Recipe, recorded: Sequence[RecordedRun]) -> Scenario:
-    """Raises: BenchmarkError if a run is too short to measure."""
+    """The first run of each way is the long one. Raises: BenchmarkError if a run is too short to measure."""
     at_once = [run for run in recorded if not run.plan.colocated]
     in_turns = [run for run in recorded if run.plan.colocated]
-    split, colocated = _costs(at_once), _costs(in_turns)
+    long, long_in_turns, group_size = at_once[0], in_turns[0], recipe.batch.group_size
     engine_devices, trainer_devices = _devices(recipe)
     num_devices = engine_devices + trainer_devices
+    mean_iteration_s = statistics.fmean(each.seconds for each in long.iterations) if long.iterations else 0.0
+    mean_length = statistics.fmean(length for run in in_turns for length in run.by_rollout("length"))
     return Scenario(
         cluster=ClusterConfig(num_gpus=num_devices, num_engines=1),
         batch=ScenarioBatchConfig(
             batch_size=recipe.batch.batch_size,
-            group_size=recipe.batch.group_size,
-            filter_rate=_rounded(_filter_rate(at_once[0], recipe.batch.group_size)),
+            group_size=group_size,
+            filter_rate=_four_digits(_filter_rate(long, group_size)),
         ),
-        lengths=_lengths_section(at_once[0], recipe.batch.group_size),
+        lengths=_lengths_section(long, group_size),
         schedule=recipe.schedule,
-        decode=_decode_section(split.decode, engine_devices),
-        training=_training_section(split.training, trainer_devices),
-        colocated_decode=_decode_section(colocated.decode, num_devices),
-        colocated_training=_training_section(colocated.training, num_devices),
-        delays=_delays_section(split.delays),
-        colocated_delays=_delays_section(colocated.delays),
+        decode=fit_table([each for run in at_once for each in run.iterations], None, engine_devices),
+        training=_rounded(fit_training(long.lines, trainer_devices)),
+        colocated_decode=fit_table([each for run in in_turns for each in run.iterations], mean_length, num_devices),
+        colocated_training=_rounded(fit_training(long_in_turns.lines, num_devices)),
+        delays=_rounded(split_delays(long.rollout, long.trainer, long.lines, mean_iteration_s)),
+        colocated_delays=_rounded(colocated_delays(long_in_turns.rollout, long_in_turns.trainer, long_in_turns.lines)),
         simulation=SimulationConfig(time_unit="s"),
     )
 
 
-def _costs(runs: Sequence[RecordedRun]) -> Costs:
-    """The first run is the long one."""
-    long = runs[0]
-    turns = [turn for run in runs for turn in run.turns]
-    training = fit_training(long.lines)
-    if long.plan.colocated:
-        mean_length = statistics.fmean(length for run in runs for length in run.lengths)
-        return Costs(fit_table(turns, mean_length), training, colocated_delays(long.rollout, long.trainer, long.lines))
-    mean_turn_s = statistics.fmean(turn.seconds for turn in long.turns) if long.turns else 0.0
-    return Costs(fit_table(turns), training, split_delays(long.rollout, long.trainer, long.lines, mean_turn_s))
+def write_scenario(path: Path, scenario: Scenario) -> None:
+    """The scenario as TOML, and the lengths of all rollouts in a file beside it.
+
+    Raises: RunDirectoryError if either cannot be written.
+    """
+    file = path.with_suffix(".lengths.json")
+    write_whole(file, scenario.lengths.model_dump_json(include={"lengths", "has_gradient"}) + "\n")
+    lengths = scenario.lengths.model_copy(update={"file": Path(file.name)})
+    write_whole(path, dump_toml(scenario.model_copy(update={"lengths": lengths})))
+
+
+def rate_tables(scenario: Scenario) -> dict[str, RateTable]:
+    """U(h) of a calibrated scenario, by how its engine runs."""
+    sections = {"at the same time": scenario.decode, "in turns": scenario.colocated_decode}
+    return {
+        label: RateTable(decode.sizes, decode.rates)
+        for label, decode in sections.items()
+        if isinstance(decode, TableDecodeConfig)
+    }
+
+
+def calibration_text(scenario: Scenario) -> str:
+    """The table of a calibrated scenario, and its other costs."""
+    tables = rate_tables(scenario)
+    rates = [dict(zip(table.sizes, table.rates, strict=True)) for table in tables.values()]
+    rows = [["", *tables]]
+    for size in sorted(set().union(*rates)):
+        rows.append([str(size), *(f"{known[size]:,.0f}" if size in known else "-" for known in rates)])
+    lines = ["sampled tokens a second, by sequences in flight", text_table(rows)]
+    trainings = (scenario.training, scenario.colocated_training or scenario.training)
+    delays = (scenario.delays, scenario.colocated_delays or scenario.delays)
+    for label, training, section in zip(tables, trainings, delays, strict=True):
+        lines += [f"training {label}: {_training_text(training)}", f"delays {label}: {_delays_text(section)}"]
+    return "\n".join(lines)
 
 
 def _devices(recipe: Recipe) -> tuple[int, int]:
-    """Of an engine and of the trainer while both are at work: cores on a CPU, else one each and one for each rank."""
+    """Devices of an engine and of the trainer while both are at work: cores on a CPU, else one each per rank."""
     engine, trainer = recipe.engine, recipe.trainer
     of_engine = num_threads(engine.threads, colocated=False) if engine.device == "cpu" else 1
     if trainer.device != "cpu":
@@ -87,22 +166,6 @@ def _devices(recipe: Recipe) -> tuple[int, int]:
     return of_engine, num_threads(None, colocated=False)
 
 
-def _decode_section(table: DecodeTable, num_devices: int) -> TableDecodeConfig:
-    return TableDecodeConfig(gpus_per_engine=num_devices, sizes=table.sizes, rates=table.rates, beyond="hold")
-
-
-def _training_section(cost: TrainingCost, num_devices: int) -> TrainingConfig:
-    return TrainingConfig(
-        time_per_token=_rounded(cost.time_per_token * num_devices),
-        time_per_step=_rounded(cost.time_per_step),
-        without_gradient_fraction=_rounded(cost.without_gradient_fraction),
-    )
-
-
-def _delays_section(delays: Delays) -> DelaysConfig:
-    return DelaysConfig(**{name: _rounded(value) for name, value in asdict(delays).items()})
-
-
 def _filter_rate(run: RecordedRun, group_size: int) -> float:
     num_filtered = sum(line["dropped/filtered_groups"] for line in run.lines)
     num_rollouts = sum(len(line["length/by_rollout"]) for line in run.lines)
@@ -110,24 +173,36 @@ def _filter_rate(run: RecordedRun, group_size: int) -> float:
 
 
 def _lengths_section(run: RecordedRun, group_size: int) -> ListedLengthsConfig:
-    """Of as many whole groups as fit a file, evenly over the run, so that siblings stay together.
+    """As many whole groups as fit a file, evenly over the run, so that siblings stay together.
 
     Which of them have a gradient is part of it: those with long responses have one more often, and ever fewer do.
     """
-    lengths, has_gradient = (_groups(values, group_size) for values in (run.lengths, run.has_gradient))
-    num_kept = min(len(lengths), max(1, _MAX_LENGTHS // group_size))
-    kept = [index * len(lengths) // num_kept for index in range(num_kept)]
+    lengths, has_gradient = run.by_rollout("length"), run.by_rollout("has_gradient")
+    num_groups = -(-len(lengths) // group_size)
+    num_kept = min(num_groups, max(1, _MAX_LENGTHS // group_size))
+    starts = [index * num_groups // num_kept * group_size for index in range(num_kept)]
     return ListedLengthsConfig(
-        lengths=tuple(max(1, length) for index in kept for length in lengths[index]),
+        lengths=tuple(max(1, length) for start in starts for length in lengths[start : start + group_size]),
         order="cycled",
-        has_gradient=tuple(any(has_gradient[index]) for index in kept),
+        has_gradient=tuple(any(has_gradient[start : start + group_size]) for start in starts),
     )
 
 
-def _groups(values: Sequence[int], group_size: int) -> list[Sequence[int]]:
-    return [values[start : start + group_size] for start in range(0, len(values), group_size)]
+def _rounded(section: AnySection) -> AnySection:
+    return section.model_copy(update={name: _four_digits(value) for name, value in section})
 
 
-def _rounded(value: float) -> float:
-    """To four digits, which is more than is known."""
+def _four_digits(value: float) -> float:
+    """More digits than are known."""
     return float(f"{value:.4g}")
+
+
+def _training_text(training: TrainingConfig) -> str:
+    return (
+        f"{1e3 * training.time_per_step:.2f} ms a step, {1e6 * training.time_per_token:.1f} us a token and device,"
+        f" {100 * training.without_gradient_fraction:.0f} % of the tokens without a gradient"
+    )
+
+
+def _delays_text(delays: DelaysConfig) -> str:
+    return ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in delays.model_dump().items())

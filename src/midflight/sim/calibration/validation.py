@@ -7,81 +7,65 @@ that they are asked other problems than those the calibration measured.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from midflight.config import Recipe, Scenario, load_recipe
 from midflight.config.scenario import SimulationConfig
 from midflight.errors import ScenarioError
-from midflight.experiments.compare import RunLength
-from midflight.experiments.runs import kept_in, train
+from midflight.experiments.runs import Report, RunLength, train
 from midflight.experiments.variants import Variant
 from midflight.launch.build import check_recipe
 from midflight.launch.simulation import simulate_scenario
 from midflight.metrics.lag import lag_metrics
 from midflight.report.machine import describe_machine
-from midflight.sim.simulator.outcome import Outcome
+from midflight.report.text_table import text_table
 
 FIGURES = ("trained_tokens_per_s", "mean_lag", "max_lag")
 _FIRST_GUESS = 256  # optimizer steps
 
 Figures = dict[str, float]
-Report = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Validation:
-    """What is predicted and then measured, with everything in it checked."""
+def validate(
+    scenario: Scenario, recipe_path: Path, variants: Sequence[Variant], seconds: float, report: Report
+) -> dict[str, Any]:
+    """A row per schedule: predicted, measured, and relative errors, None where 0 was measured and not predicted.
 
-    scenario: Scenario
-    recipe_path: Path
-    overrides: tuple[str, ...]
-    variants: tuple[Variant, ...]  # schedules
-    recipes: tuple[Recipe, ...]  # of the variants
-    seconds: float
-
-
-def plan_validation(
-    scenario: Scenario, recipe_path: Path, overrides: Sequence[str], variants: Sequence[Variant], seconds: float
-) -> Validation:
-    """Nothing is started or written.
-
-    Raises: RecipeError or ModelError, whatever any of the runs would end with; ScenarioError if the scenario is not of
-        this recipe and in seconds.
+    Raises: before anything is started, RecipeError or ModelError, whatever any of the runs would end with, and
+        ScenarioError if the scenario is not of this recipe and in seconds; then WorkerError if a run fails.
     """
     RunLength(seconds=seconds).check()
-    recipes = tuple(load_recipe(recipe_path, [*overrides, *variant.overrides]) for variant in variants)
+    recipes = [load_recipe(recipe_path, variant.overrides) for variant in variants]
     for recipe in recipes:
         check_recipe(recipe)
         _check_same(scenario, recipe)
-    return Validation(scenario, recipe_path, tuple(overrides), tuple(variants), recipes, seconds)
-
-
-def run_validation(validation: Validation, runs: Path | None, report: Report) -> dict[str, Any]:
-    """A row per schedule: predicted, measured, and relative errors, None where 0 was measured and not predicted.
-
-    `runs`: where the runs are left, new or empty; nowhere if None.
-    Raises: WorkerError if a run fails.
-    """
     machine = describe_machine()
-    predicted = [predict(validation.scenario, recipe, validation.seconds) for recipe in validation.recipes]
-    with kept_in(runs) as directory:
-        measured = [_measure(validation, variant, directory, report) for variant in validation.variants]
-    return {
-        "machine": machine,
-        "recipe": str(validation.recipe_path),
-        "overrides": list(validation.overrides),
-        "seconds": validation.seconds,
-        "rows": [
-            {"schedule": variant.text, "predicted": foretold, "measured": found, "error": _errors(foretold, found)}
-            for variant, foretold, found in zip(validation.variants, predicted, measured, strict=True)
-        ],
-    }
+    predicted = [predict(scenario, recipe, seconds) for recipe in recipes]
+    measured: list[Figures] = []
+    ours = [*RunLength(seconds=seconds).overrides, f"run.seed={recipes[0].run.seed + 1}", "eval.num_problems=0"]
+    with tempfile.TemporaryDirectory(prefix="midflight-runs-") as directory:
+        for variant in variants:
+            report(f"{variant.text}: {seconds:g} s")
+            summary = train(recipe_path, Path(directory, variant.file_name), [*variant.overrides, *ours])
+            summary["trained_tokens_per_s"] = summary["trained_tokens"] / summary["train_wall_s"]
+            measured.append({figure: summary[figure] for figure in FIGURES})
+    rows = [
+        {
+            "schedule": variant.text,
+            "predicted": foretold,
+            "measured": found,
+            "error": {figure: _relative(foretold[figure], found[figure]) for figure in FIGURES},
+        }
+        for variant, foretold, found in zip(variants, predicted, measured, strict=True)
+    ]
+    return {"machine": machine, "recipe": str(recipe_path), "seconds": seconds, "rows": rows}
 
 
 def predict(scenario: Scenario, recipe: Recipe, seconds: float) -> Figures:
-    """What a run of the recipe's schedule does in `seconds`, from its first step on."""
+    """Figures of a run of the recipe's schedule, from its first step to the first that ends after `seconds`."""
     num_steps = _FIRST_GUESS
     while True:
         simulation = SimulationConfig(
@@ -89,22 +73,22 @@ def predict(scenario: Scenario, recipe: Recipe, seconds: float) -> Figures:
         )
         changes = {"schedule": recipe.schedule, "simulation": simulation}
         outcome = simulate_scenario(scenario.model_copy(update=changes))
-        if outcome.batches[-1].end >= seconds:
-            return _figures(outcome, seconds)
+        num_ended = sum(batch.end < seconds for batch in outcome.batches)
+        if num_ended < len(outcome.batches):
+            within = dataclasses.replace(outcome, batches=outcome.batches[: num_ended + 1])
+            lag = lag_metrics(within.lag_histogram)
+            return {"trained_tokens_per_s": within.rate, "mean_lag": lag["lag/mean"], "max_lag": lag["lag/max"]}
         num_steps *= 2
 
 
 def validation_table(rows: Sequence[dict[str, Any]]) -> str:
     """A line per schedule and figure."""
-    lines = [f"{'schedule':36}{'figure':24}{'predicted':>12}{'measured':>12}{'error':>10}"]
+    table = [["schedule", "figure", "predicted", "measured", "error"]]
     for row in rows:
-        for figure in FIGURES:
-            error = row["error"][figure]
-            lines.append(
-                f"{row['schedule']:36}{figure:24}{row['predicted'][figure]:>12,.2f}{row['measured'][figure]:>12,.2f}"
-                f"{'-' if error is None else f'{100 * error:+.1f} %':>10}"
-            )
-    return "\n".join(lines)
+        for figure, error in row["error"].items():
+            numbers = [f"{row[kind][figure]:,.2f}" for kind in ("predicted", "measured")]
+            table.append([row["schedule"], figure, *numbers, "-" if error is None else f"{100 * error:+.1f} %"])
+    return text_table(table, left=(0, 1))
 
 
 def _check_same(scenario: Scenario, recipe: Recipe) -> None:
@@ -117,30 +101,6 @@ def _check_same(scenario: Scenario, recipe: Recipe) -> None:
         ours, theirs = getattr(scenario.batch, key), getattr(recipe.batch, key)
         if ours != theirs:
             raise ScenarioError(f"batch.{key} = {ours}, and the recipe has {theirs}: it was calibrated for another one")
-
-
-def _figures(outcome: Outcome, seconds: float) -> Figures:
-    num_steps = next(index for index, batch in enumerate(outcome.batches, start=1) if batch.end >= seconds)
-    within = dataclasses.replace(outcome, batches=outcome.batches[:num_steps])
-    lag = lag_metrics(within.lag_histogram)
-    return {"trained_tokens_per_s": within.rate, "mean_lag": lag["lag/mean"], "max_lag": lag["lag/max"]}
-
-
-def _measure(validation: Validation, variant: Variant, directory: Path, report: Report) -> Figures:
-    seed = validation.recipes[0].run.seed + 1
-    report(f"{variant.text}: {validation.seconds:g} s")
-    overrides = [*validation.overrides, *variant.overrides, f"run.seed={seed}", "eval.num_problems=0"]
-    overrides += RunLength(seconds=validation.seconds).overrides
-    summary = train(validation.recipe_path, directory / variant.file_name, overrides)
-    return {
-        "trained_tokens_per_s": summary["trained_tokens"] / summary["train_wall_s"],
-        "mean_lag": summary["mean_lag"],
-        "max_lag": summary["max_lag"],
-    }
-
-
-def _errors(predicted: Figures, measured: Figures) -> dict[str, float | None]:
-    return {figure: _relative(predicted[figure], measured[figure]) for figure in FIGURES}
 
 
 def _relative(predicted: float, measured: float) -> float | None:

@@ -7,18 +7,18 @@ Source: PipelineRL, appendix A, with what it leaves out: training that takes tim
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from midflight.errors import ScenarioError
 from midflight.sim.formulas.draining import drain
-from midflight.sim.formulas.steady import Queue, WhenFull, steady_states
+from midflight.sim.formulas.steady import Queue, steady_states
 from midflight.sim.workload import Workload
 from midflight.types import Int64Array
 
 _ROUNDING = 1e-9  # 132.00000000000003 optimizer steps are 132
+_NO_QUEUE = Queue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,17 @@ def conventional(workload: Workload, steps_per_rl_step: int) -> Estimate:
     up. Batch j of 0 ... G - 1 has lag j. Fluid: with few rollouts on an engine it waits for the longest possible one.
     Raises: ScenarioError if GPUs do not divide into engines, or an engine's share is beyond the cost's table.
     """
-    _check_steps(steps_per_rl_step)
     engines = workload.num_colocated_engines
-    generation = drain(workload.lengths, workload.step_cost, _share(workload, steps_per_rl_step, engines)).duration
+    generation = _generation_time(workload, steps_per_rl_step, engines)
     training = float(workload.training_times(workload.num_gpus))
     delays = workload.preprocess + workload.transfer + workload.update_pause
-    duration = generation + delays + steps_per_rl_step * training
-    return Estimate(
-        num_engines=engines,
-        num_training_gpus=workload.num_gpus,
-        num_in_flight=None,
-        steps_per_rl_step=steps_per_rl_step,
-        rate=steps_per_rl_step * workload.batch_tokens / duration,
-        generation_rate=steps_per_rl_step * workload.batch_tokens / generation,
-        training_rate=_rate(workload.batch_tokens, training),
-        period=duration / steps_per_rl_step,
-        trainer_share=steps_per_rl_step * training / duration,
-        in_flight_steps=0.0,
-        lag_bound=steps_per_rl_step - 1,
-        max_lag_paper=steps_per_rl_step - 1,
-        mean_lag=(steps_per_rl_step - 1) / 2,
+    return _in_phases(
+        workload,
+        steps_per_rl_step,
+        (engines, workload.num_gpus),
+        (generation, steps_per_rl_step * training, generation + delays + steps_per_rl_step * training),
+        _rate(workload.batch_tokens, training),
+        lags=(steps_per_rl_step - 1, (steps_per_rl_step - 1) / 2),
     )
 
 
@@ -91,77 +82,71 @@ def one_step_off(workload: Workload, steps_per_rl_step: int, num_engines: int) -
     as conventional RL is.
     Raises: ScenarioError if no GPU is left to train, or an engine's share is beyond the cost's table.
     """
-    _check_steps(steps_per_rl_step)
     workload.check_num_engines(num_engines)
-    share = _share(workload, steps_per_rl_step, num_engines)
-    generation = drain(workload.lengths, workload.step_cost, share).duration + workload.pause
+    generation = _generation_time(workload, steps_per_rl_step, num_engines) + workload.pause
     num_training_gpus = workload.num_gpus - num_engines * workload.gpus_per_engine
     training = steps_per_rl_step * float(workload.training_times(num_training_gpus))
     in_turn = (generation + training + workload.transfer + workload.preprocess) / 2
-    duration = max(generation, training, in_turn)
-    return Estimate(
-        num_engines=num_engines,
-        num_training_gpus=num_training_gpus,
-        num_in_flight=None,
-        steps_per_rl_step=steps_per_rl_step,
-        rate=steps_per_rl_step * workload.batch_tokens / duration,
-        generation_rate=steps_per_rl_step * workload.batch_tokens / generation,
-        training_rate=_rate(steps_per_rl_step * workload.batch_tokens, training),
-        period=duration / steps_per_rl_step,
-        trainer_share=training / duration,
-        in_flight_steps=0.0,
-        lag_bound=2 * steps_per_rl_step - 1,
-        max_lag_paper=2 * steps_per_rl_step - 1,
-        mean_lag=1.5 * steps_per_rl_step - 0.5,
+    return _in_phases(
+        workload,
+        steps_per_rl_step,
+        (num_engines, num_training_gpus),
+        (generation, training, max(generation, training, in_turn)),
+        _rate(steps_per_rl_step * workload.batch_tokens, training),
+        lags=(2 * steps_per_rl_step - 1, 1.5 * steps_per_rl_step - 0.5),
     )
 
 
-def pipeline(
-    workload: Workload,
-    num_in_flight: int,
-    num_engines: int,
-    max_waiting: int | None = None,
-    when_full: WhenFull = "block",
-) -> Estimate:
+def pipeline(workload: Workload, num_in_flight: int, num_engines: int, queue: Queue = _NO_QUEUE) -> Estimate:
     """Engines always have H sequences in flight and adopt weights after each optimizer step; see `steady`.
 
     If training is the slower one and nothing limits how many rollouts wait, lag is infinite: it grows and grows.
-    Raises: ScenarioError if no GPU is left to train, H is below 1 or beyond the cost's table, or the queue cannot hold
-        a batch.
+    Raises: ScenarioError if no GPU is left to train, or H is beyond the cost's table.
     """
     workload.check_num_engines(num_engines)
-    if num_in_flight < 1:
-        raise ScenarioError(f"schedule.num_in_flight = {num_in_flight}: should be at least 1")
-    queue = Queue(max_waiting, when_full)
-    queue.check(workload.batch_size)
     states = steady_states(workload, np.array([num_engines]), num_in_flight, queue)
     return Estimate(
         num_engines=num_engines,
         num_training_gpus=workload.num_gpus - num_engines * workload.gpus_per_engine,
         num_in_flight=num_in_flight,
         steps_per_rl_step=1,
-        rate=float(states.rates[0, -1]),
-        generation_rate=float(states.generation_rates[0, -1]),
-        training_rate=float(states.training_rates[0, -1]),
-        period=float(states.periods[0, -1]),
-        trainer_share=float(states.trainer_shares[0, -1]),
-        in_flight_steps=float(states.in_flight_steps[0, -1]),
-        lag_bound=float(states.lag_bounds[0, -1]),
         max_lag_paper=int(whole_steps(num_in_flight * num_engines * workload.lengths.max / workload.batch_tokens)),
-        mean_lag=float(states.mean_lags[0, -1]),
-        dropped_share=float(states.dropped_shares[0, -1]),
+        **{field.name: float(getattr(states, field.name)[0, -1]) for field in fields(states)},
     )
 
 
-def _share(workload: Workload, steps_per_rl_step: int, num_engines: int) -> float:
-    """Sequences that each engine starts with in an RL step."""
-    return workload.batch_size * steps_per_rl_step / num_engines
+def _generation_time(workload: Workload, steps_per_rl_step: int, num_engines: int) -> float:
+    share = workload.batch_size * steps_per_rl_step / num_engines  # that each engine starts with
+    return drain(workload.lengths, workload.step_cost, share).duration
+
+
+def _in_phases(
+    workload: Workload,
+    steps_per_rl_step: int,
+    split: tuple[int, int],
+    times: tuple[float, float, float],
+    training_rate: float,
+    lags: tuple[int, float],
+) -> Estimate:
+    """`split`: engines, training GPUs; `times` of an RL step: generation, training, all of it; `lags`: max, mean."""
+    generation, training, duration = times
+    tokens = steps_per_rl_step * workload.batch_tokens
+    return Estimate(
+        num_engines=split[0],
+        num_training_gpus=split[1],
+        num_in_flight=None,
+        steps_per_rl_step=steps_per_rl_step,
+        rate=tokens / duration,
+        generation_rate=tokens / generation,
+        training_rate=training_rate,
+        period=duration / steps_per_rl_step,
+        trainer_share=training / duration,
+        in_flight_steps=0.0,
+        lag_bound=lags[0],
+        max_lag_paper=lags[0],
+        mean_lag=lags[1],
+    )
 
 
 def _rate(tokens: float, time: float) -> float:
     return tokens / time if time else math.inf
-
-
-def _check_steps(steps_per_rl_step: int) -> None:
-    if steps_per_rl_step < 1:
-        raise ScenarioError(f"schedule.steps_per_rl_step = {steps_per_rl_step}: should be at least 1")

@@ -25,21 +25,6 @@ class Draining:
     def duration(self) -> float:
         return float(self.times.sum())
 
-    @property
-    def rate(self) -> float:
-        """Tokens per unit of time."""
-        return float(self.active.sum()) / self.duration
-
-    @property
-    def share_until_half(self) -> float:
-        """Of the time, before half of the sequences are done."""
-        return 1 - self.share_below(float(self.active[0]) / 2)
-
-    def share_below(self, num_active: float) -> float:
-        """Of the time, with fewer than so many sequences going."""
-        below = self.active < num_active * (1 - 1e-9)
-        return float(self.times[below].sum()) / self.duration
-
 
 def drain(lengths: LengthDistribution, cost: StepCost, num_sequences: float) -> Draining:
     """`num_sequences` started at once on an engine, none after them. Raises: ScenarioError past the cost's table."""

@@ -20,46 +20,35 @@ from typing import Literal
 
 import numpy as np
 
-from midflight.config.schedules import check_max_waiting
-from midflight.errors import ScenarioError
 from midflight.sim.workload import Workload
-from midflight.types import BoolArray, Float64Array, Int64Array
-
-WhenFull = Literal["block", "drop_oldest"]
+from midflight.types import Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
     """Finished rollouts that wait to be trained on; without a `max_waiting` they are never too many."""
 
-    max_waiting: int | None = None  # Q, rollouts
-    when_full: WhenFull = "block"
-
-    def check(self, batch_size: int) -> None:
-        """Raises: ScenarioError if a batch could never fill up."""
-        try:
-            check_max_waiting(self.max_waiting, batch_size)
-        except ValueError as error:
-            raise ScenarioError(str(error)) from error
+    max_waiting: int | None = None  # Q, rollouts; at least a batch
+    when_full: Literal["block", "drop_oldest"] = "block"
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyStates:
     """Rows are numbers of engines, columns 1 ... max_in_flight sequences on each.
 
-    Shapes: training_rates, training_times [I, 1]; everything else [I, H].
+    Shapes: training_rate [I, 1]; everything else [I, H].
     Units: rates tokens per unit of time, trained or, of generation, if it never had to wait; lags optimizer steps.
     """
 
-    rates: Float64Array
-    generation_rates: Float64Array
-    training_rates: Float64Array
-    periods: Float64Array
+    rate: Float64Array
+    generation_rate: Float64Array
+    training_rate: Float64Array
+    period: Float64Array
+    trainer_share: Float64Array  # rho
     in_flight_steps: Float64Array  # n
-    trainer_shares: Float64Array  # rho
-    lag_bounds: Float64Array  # before they are rounded up to whole steps
-    mean_lags: Float64Array
-    dropped_shares: Float64Array
+    lag_bound: Float64Array  # before it is rounded up to whole steps
+    mean_lag: Float64Array
+    dropped_share: Float64Array  # of sequences
 
 
 def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: int, queue: Queue) -> SteadyStates:
@@ -70,75 +59,55 @@ def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: in
     training = workload.training_times(workload.num_gpus - engines * workload.gpus_per_engine)
     # Of a ring, the next batch is only taken once engines can have the last one's weights.
     unavailable = workload.transfer + workload.preprocess if queue.when_full == "drop_oldest" else 0.0
-    generation_periods = workload.batch_tokens / speeds + workload.pause
-    training_periods = training + unavailable
-    periods = np.maximum(generation_periods, training_periods)
-    in_flight_steps = workload.lengths.max * step_times / (periods - workload.pause)
-    shares = training / periods
-    delays = shares + (workload.transfer + workload.preprocess) / periods
-    waits = _Waits(in_flight_steps, delays, delays, np.zeros_like(periods))
-    waiting = generation_periods <= training_periods
+    generation_period = workload.batch_tokens / speeds + workload.pause
+    training_period = training + unavailable
+    period = np.maximum(generation_period, training_period)
+    share = training / period
+    delay = share + (workload.transfer + workload.preprocess) / period
+    in_flight_steps = workload.lengths.max * step_times / (period - workload.pause)
+    # Steps in flight, optimizer steps between a sequence's end and its training, at most and on average, and the share
+    # of sequences that are dropped.
+    waits: tuple[Float64Array, ...] = (in_flight_steps, delay, delay, np.zeros_like(period))
+    waiting = generation_period <= training_period
     if waiting.any():
-        late = _waits_for_trainer(workload, engines, step_times, periods, queue)
-        waits = waits.replaced(waiting, late)
+        late = _waits_for_trainer(workload, engines, step_times, period, queue)
+        waits = tuple(np.where(waiting, *both) for both in zip(late, waits, strict=True))
+    in_flight_steps, longest, mean, dropped = waits
+    unlimited = np.full_like(training_period, math.inf)
     return SteadyStates(
-        rates=workload.batch_tokens / periods,
-        generation_rates=workload.batch_tokens / generation_periods,
-        training_rates=np.divide(
-            workload.batch_tokens,
-            training_periods,
-            out=np.full_like(training_periods, math.inf),
-            where=training_periods > 0,
-        ),
-        periods=periods,
-        in_flight_steps=waits.in_flight_steps,
-        trainer_shares=shares,
-        lag_bounds=waits.in_flight_steps + waits.longest,
-        mean_lags=workload.mean_age * waits.in_flight_steps + waits.mean,
-        dropped_shares=waits.dropped,
+        rate=workload.batch_tokens / period,
+        generation_rate=workload.batch_tokens / generation_period,
+        training_rate=np.divide(workload.batch_tokens, training_period, out=unlimited, where=training_period > 0),
+        period=period,
+        trainer_share=share,
+        in_flight_steps=in_flight_steps,
+        lag_bound=in_flight_steps + longest,
+        mean_lag=workload.mean_age * in_flight_steps + mean,
+        dropped_share=dropped,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Waits:
-    """What follows from who waits for whom. Shapes: all [I, H]."""
-
-    in_flight_steps: Float64Array
-    longest: Float64Array  # optimizer steps between a sequence's end and its training
-    mean: Float64Array
-    dropped: Float64Array  # share of sequences
-
-    def replaced(self, where: BoolArray, other: _Waits) -> _Waits:
-        return _Waits(
-            np.where(where, other.in_flight_steps, self.in_flight_steps),
-            np.where(where, other.longest, self.longest),
-            np.where(where, other.mean, self.mean),
-            np.where(where, other.dropped, self.dropped),
-        )
-
-
 def _waits_for_trainer(
-    workload: Workload, engines: Float64Array, step_times: Float64Array, periods: Float64Array, queue: Queue
-) -> _Waits:
-    """Valid where generation is not the slower one."""
-    batch_size, decoding = workload.batch_size, periods - workload.pause
+    workload: Workload, engines: Float64Array, step_times: Float64Array, period: Float64Array, queue: Queue
+) -> tuple[Float64Array, ...]:
+    """As in `steady_states`, valid where generation is not the slower one. Shapes: all [I, H]."""
+    batch_size, decoding = workload.batch_size, period - workload.pause
     slots = np.arange(1, len(step_times) + 1)
     in_flight_steps = workload.lengths.max * step_times / decoding
-    nothing = np.zeros_like(periods)
+    nothing = np.zeros_like(period)
     if queue.max_waiting is None:
-        forever = np.full_like(periods, math.inf)
-        return _Waits(in_flight_steps, forever, forever, nothing)
+        forever = np.full_like(period, math.inf)
+        return in_flight_steps, forever, forever, nothing
     if queue.when_full == "drop_oldest":
         arrivals = engines * slots / step_times * decoding / workload.lengths.mean  # rollouts in a period
-        longest = queue.max_waiting / arrivals + 1
         mean = (queue.max_waiting - batch_size / 2) / arrivals + 0.5
-        return _Waits(in_flight_steps, longest, mean, 1 - batch_size / arrivals)
+        return in_flight_steps, queue.max_waiting / arrivals + 1, mean, 1 - batch_size / arrivals
     active = _active_slots(workload, step_times, workload.batch_tokens / (engines * decoding))
     # Preprocessing is over before a batch's turn comes. Until weights arrive, the queue does not shrink either: the
     # versions that tokens miss by that are those that they wait less.
     waiting = ((slots - active) * engines + queue.max_waiting) / batch_size
     in_flight_steps = active * engines * workload.lengths.max / workload.batch_tokens
-    return _Waits(in_flight_steps, waiting + 1, waiting + 0.5, nothing)
+    return in_flight_steps, waiting + 1, waiting + 0.5, nothing
 
 
 def _active_slots(workload: Workload, step_times: Float64Array, rates: Float64Array) -> Float64Array:

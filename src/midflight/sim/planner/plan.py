@@ -5,7 +5,7 @@ Conventional RL stands beside each split, with as many optimizer steps per RL st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -76,41 +76,43 @@ def make_plan(
 
     Raises: ScenarioError naming the bound that cannot be kept, and the nearest that can.
     """
-    front = pareto_front(workload, _within(space, goal))
-    index = _index_for(front, goal)
-    best = choice(front, index, workload, colocated, space)
-    everything = front if goal.max_mean_lag is None else pareto_front(workload, space)
-    bounded = _bounded(front, goal)
+    _check(goal)
+    within = space if goal.max_mean_lag is None else replace(space, max_mean_lag=goal.max_mean_lag)
+    front = pareto_front(workload, within)
+    everything = front if within is space else pareto_front(workload, space)
+    bounded = front.up_to(goal.max_lag)
+    index = _index_for(bounded, goal)
+    if not len(bounded):
+        raise ScenarioError(f"max_lag = {goal.max_lag}: no split has less than {front.lags[0]}")
+    if index == len(bounded):
+        scope = "" if goal.max_lag is None and goal.max_mean_lag is None else " within the bounds on lag"
+        raise ScenarioError(f"rate = {goal.rate:g}: no split{scope} is faster than {bounded.rates[-1]:.5g}")
+
+    def choose(front: Front, index: int) -> Choice:
+        split = pipeline(workload, int(front.num_in_flight[index]), int(front.num_engines[index]), space.queue)
+        return _beside_conventional(split, space.lag, colocated)
+
+    best, roomy = choose(front, index), None
+    if best.split.trainer_share > BUSY_SHARE:
+        calm = pareto_front(workload, replace(within, max_trainer_share=ROOMY_SHARE)).up_to(goal.max_lag)
+        if 0 <= (index_of_calm := _index_for(calm, goal)) < len(calm):
+            roomy = choose(calm, index_of_calm)
     gain = largest_gain(bounded, colocated)
     curve = speed_curve(everything, colocated)
-    roomy = _roomy(best, workload, colocated, goal, space)
-    shown = [*spread(len(bounded), _NUM_ROWS), index, *([] if gain is None else [gain])]
+    shown = {*spread(len(bounded), _NUM_ROWS).tolist(), index, *([] if gain is None else [gain])}
     return Plan(
         lag=space.lag,
         best=best,
         roomy=roomy,
-        largest_gain=None if gain is None else choice(bounded, gain, workload, colocated, space),
+        largest_gain=None if gain is None else choose(bounded, gain),
         one_step_off=best_one_step_off(workload, (best.max_lag + 1) // 2) if best.max_lag else None,
         first_win=first_win(everything, colocated),
         crossover=crossover(workload, colocated),
-        rows=tuple(choice(front, each, workload, colocated, space) for each in sorted(set(shown))),
+        rows=tuple(choose(front, each) for each in sorted(shown)),
         curve=curve,
         notes=tuple(_notes(best, roomy, colocated, curve)),
         as_written=None if written is None else _beside_conventional(written, space.lag, colocated),
     )
-
-
-def choice(front: Front, index: int, workload: Workload, colocated: Workload, space: SearchSpace) -> Choice:
-    """The split at `index` in full, and conventional RL beside it."""
-    queue = space.queue
-    split = pipeline(
-        workload,
-        int(front.num_in_flight[index]),
-        int(front.num_engines[index]),
-        queue.max_waiting,
-        queue.when_full,
-    )
-    return _beside_conventional(split, space.lag, colocated)
 
 
 def _beside_conventional(split: Estimate, lag: LagKind, colocated: Workload) -> Choice:
@@ -119,43 +121,15 @@ def _beside_conventional(split: Estimate, lag: LagKind, colocated: Workload) -> 
     return Choice(max_lag, split, conventional(colocated, max_lag + 1) if known else None)
 
 
-def _within(space: SearchSpace, goal: Goal) -> SearchSpace:
-    for name in ("max_lag", "max_mean_lag", "rate"):
-        bound = getattr(goal, name)
+def _check(goal: Goal) -> None:
+    for name, bound in asdict(goal).items():
         if bound is not None and not bound >= 0:  # nor NaN
             raise ScenarioError(f"{name} = {bound:g}: should be at least 0")
-    return space if goal.max_mean_lag is None else replace(space, max_mean_lag=goal.max_mean_lag)
-
-
-def _bounded(front: Front, goal: Goal) -> Front:
-    return front if goal.max_lag is None else front.up_to(goal.max_lag)
-
-
-def _first_as_fast(front: Front, rate: float) -> int:
-    return int(np.searchsorted(front.rates, rate * (1 - _ROUNDING)))
 
 
 def _index_for(front: Front, goal: Goal) -> int:
-    bounded = _bounded(front, goal)
-    if not len(bounded):
-        raise ScenarioError(f"max_lag = {goal.max_lag}: no split has less than {front.lags[0]}")
-    if goal.rate is None:
-        return len(bounded) - 1
-    index = _first_as_fast(bounded, goal.rate)
-    if index == len(bounded):
-        within = "" if goal.max_lag is None and goal.max_mean_lag is None else " within the bounds on lag"
-        raise ScenarioError(f"rate = {goal.rate:g}: no split{within} is faster than {bounded.rates[-1]:.5g}")
-    return index
-
-
-def _roomy(best: Choice, workload: Workload, colocated: Workload, goal: Goal, space: SearchSpace) -> Choice | None:
-    """The best of the splits that keep the trainer less busy, if `best` does not."""
-    if best.split.trainer_share <= BUSY_SHARE:
-        return None
-    roomy_space = replace(_within(space, goal), max_trainer_share=ROOMY_SHARE)
-    front = _bounded(pareto_front(workload, roomy_space), goal)
-    index = len(front) - 1 if goal.rate is None else _first_as_fast(front, goal.rate)
-    return choice(front, index, workload, colocated, space) if 0 <= index < len(front) else None
+    """The fastest split, or the first that is as fast as the goal; outside of the front if there is none."""
+    return len(front) - 1 if goal.rate is None else int(np.searchsorted(front.rates, goal.rate * (1 - _ROUNDING)))
 
 
 def _notes(best: Choice, roomy: Choice | None, colocated: Workload, curve: Curve) -> list[str]:

@@ -59,11 +59,6 @@ class TrainedBatch:
     def max_lag(self) -> int:
         return max(self.lag_histogram)
 
-    @property
-    def old_tokens(self) -> int:
-        """Sampled by weights that were older than those that are trained."""
-        return self.num_tokens - self.lag_histogram.get(0, 0)
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -15,14 +15,20 @@ from midflight import cli
 from midflight.config import dump_toml, load_recipe, load_scenario
 from midflight.errors import BenchmarkError, RecipeError
 from midflight.launch.scenarios import build_lengths, build_step_cost
-from midflight.sim.calibration import calibrate
-from midflight.sim.calibration import runs as calibration_runs
-from midflight.sim.calibration.calibrate import plan_calibration, run_calibration
-from midflight.sim.calibration.decode import Turn, fit_table, rows_per_token, turns_of
-from midflight.sim.calibration.runs import PlannedRun, RecordedRun, planned_runs
-from midflight.sim.calibration.scenario import scenario_of
-from midflight.sim.calibration.text import calibration_text
-from midflight.sim.calibration.training import colocated_delays, fit_training, split_delays
+from midflight.sim.calibration import measure
+from midflight.sim.calibration.measure import (
+    Iteration,
+    PlannedRun,
+    RecordedRun,
+    colocated_delays,
+    fit_table,
+    fit_training,
+    iterations_of,
+    planned_runs,
+    rows_per_token,
+    split_delays,
+)
+from midflight.sim.calibration.scenario import calibrate, calibration_text, scenario_of, write_scenario
 from midflight.tracing.spans import SpanRecord
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "cpu_demo.toml"
@@ -30,7 +36,7 @@ MS = 1_000_000  # nanoseconds
 
 
 def step_ms(rows: int) -> float:
-    """What a turn takes in the traces made here: linear, so that any table with enough sizes holds it exactly."""
+    """What a each takes in the traces made here: linear, so that any table with enough sizes holds it exactly."""
     return 1.0 + 0.05 * rows
 
 
@@ -63,13 +69,13 @@ def test_a_turn_lasts_until_the_next_one_without_what_is_counted_elsewhere() -> 
         span("update", 4, 6), span("preprocess", 6, 7, batch=0), decode(8, 5, 1),
         span("wait", 9, 29), decode(29, 6, 1), decode(31, 6, 1),
     ]  # fmt: skip
-    turns = turns_of(spans)
-    assert [turn.seconds for turn in turns] == pytest.approx([3e-3, 2e-3, 1e-3, 2e-3])
-    assert [(turn.rows, turn.num_new) for turn in turns] == [(4, 4), (4, 0), (5, 1), (6, 1)]
+    iterations = iterations_of(spans)
+    assert [each.seconds for each in iterations] == pytest.approx([3e-3, 2e-3, 1e-3, 2e-3])
+    assert [(each.num_rows, each.num_new) for each in iterations] == [(4, 4), (4, 0), (5, 1), (6, 1)]
 
 
 def test_a_step_that_only_goes_on_with_an_update_is_no_turn() -> None:
-    assert turns_of([decode(0, 0, 1), decode(2, 3, 1), decode(4, 3, 1)]) == [Turn(3, pytest.approx(2e-3), 3)]
+    assert iterations_of([decode(0, 0, 1), decode(2, 3, 1), decode(4, 3, 1)]) == [Iteration(3, pytest.approx(2e-3), 3)]
 
 
 def test_rows_without_a_token_are_counted() -> None:
@@ -80,47 +86,48 @@ def test_rows_without_a_token_are_counted() -> None:
 
 def test_the_table_holds_the_step_times_of_the_trace_and_keeps_their_sum() -> None:
     rows = np.random.default_rng(0).integers(1, 49, 3000).tolist()
-    turns = [Turn(count, step_ms(count) / 1e3) for count in rows]
-    table = fit_table(turns)
+    iterations = [Iteration(count, step_ms(count) / 1e3) for count in rows]
+    table = fit_table(iterations)
     assert table.sizes == (1, 2, 4, 8, 16, 32, 48)
     for size, rate in zip(table.sizes, table.rates, strict=True):
         assert size / rate == pytest.approx(step_ms(size) / 1e3, rel=1e-3)
-    assert sum(table.num_turns) == pytest.approx(len(turns), abs=4)
+    total_s = sum(each.num_rows / rate_at(table, each.num_rows) for each in iterations)
+    assert total_s == pytest.approx(sum(each.seconds for each in iterations), rel=1e-3)
 
 
 def test_what_admitting_takes_is_spread_over_the_tokens() -> None:
-    turns: list[Turn] = []
+    iterations: list[Iteration] = []
     for _ in range(200):  # phases: 32 admitted at once, two of which end at each step
-        turns += [Turn(rows, (step_ms(rows) + 0.3 * new) / 1e3, new) for rows, new in _phase(32, step=2)]
-    mean_length = sum(turn.rows for turn in turns) / (200 * 32)
-    table = fit_table(turns, mean_length)
+        iterations += [Iteration(rows, (step_ms(rows) + 0.3 * new) / 1e3, new) for rows, new in _phase(32, step=2)]
+    mean_length = sum(each.num_rows for each in iterations) / (200 * 32)
+    table = fit_table(iterations, mean_length)
     for size, rate in zip(table.sizes, table.rates, strict=True):
         expected_ms = step_ms(size) + 0.3 / mean_length * size
         assert size / rate == pytest.approx(expected_ms / 1e3, rel=1e-3)
-    assert sum(turn.rows / rate_at(table, turn.rows) for turn in turns) == pytest.approx(
-        sum(turn.seconds for turn in turns), rel=1e-3
+    assert sum(each.num_rows / rate_at(table, each.num_rows) for each in iterations) == pytest.approx(
+        sum(each.seconds for each in iterations), rel=1e-3
     )
 
 
 def test_noise_does_not_make_larger_sizes_slower_or_shorter() -> None:
     rng = np.random.default_rng(1)
     rows = rng.integers(1, 65, 400).tolist()
-    turns = [Turn(count, rng.gamma(2.0, 0.5) / 1e3) for count in rows]  # as long whatever is in flight
-    table = fit_table(turns)
+    iterations = [Iteration(count, rng.gamma(2.0, 0.5) / 1e3) for count in rows]  # as long whatever is in flight
+    table = fit_table(iterations)
     assert all(after >= before for before, after in itertools.pairwise(table.rates))
     times = [size / rate for size, rate in zip(table.sizes, table.rates, strict=True)]
     assert all(after >= before * (1 - 1e-3) for before, after in itertools.pairwise(times))
 
 
 def test_sizes_that_were_hardly_seen_are_left_out() -> None:
-    turns = [Turn(64, 4e-3)] * 500 + [Turn(3, 1e-3)] * 5
-    assert fit_table(turns).sizes == (64,)
+    iterations = [Iteration(64, 4e-3)] * 500 + [Iteration(3, 1e-3)] * 5
+    assert fit_table(iterations).sizes == (64,)
     with pytest.raises(BenchmarkError, match="only 5 decode steps"):
-        fit_table(turns[-5:])
+        fit_table(iterations[-5:])
 
 
 def _phase(rows: int, step: int) -> list[tuple[int, int]]:
-    """(rows, newly admitted) of each turn."""
+    """(rows, newly admitted) of each each."""
     return [(left, rows if left == rows else 0) for left in range(rows, 0, -step)]
 
 
@@ -170,7 +177,7 @@ def test_delays_of_phases_at_once() -> None:
     ]  # fmt: skip
     # 87 ms of training in three steps; 1 ms more of each is bookkeeping.
     lines = [line([8] * 8, 64, 30e-3, ungraded=2) for _ in range(3)]
-    delays = split_delays(rollout, trainer, lines, mean_turn_s=4e-3)
+    delays = split_delays(rollout, trainer, lines, mean_iteration_s=4e-3)
     adopted_ms = (47 - 42 + 97 - 90) / 2
     assert delays.transfer == pytest.approx((adopted_ms - 1 - 4 / 2) / 1e3)
     assert delays.update_pause == pytest.approx(2e-3)
@@ -203,7 +210,7 @@ def recorded(plan: PlannedRun, group_size: int = 8) -> RecordedRun:
     rollout = [decode(end - step_ms(count), count, step_ms(count)) for end, count in zip(ends, rows, strict=True)]
     lines = [line([1 + step] * 32, 32, 0.05 + 0.001 * step) for step in range(30)]
     trainer = [span("train", 50 * step, 50 * step + 40, version=step) for step in range(30)]
-    return RecordedRun(plan, Path(), lines[3:], lines[:3], rollout, trainer, rows_per_token=1.25)
+    return RecordedRun(plan, lines, rollout, trainer, iterations_of(rollout, rows_per_token=1.25))
 
 
 def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: Path) -> None:
@@ -212,6 +219,10 @@ def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: 
     path = tmp_path / "scenario.toml"
     path.write_text(dump_toml(scenario))
     assert load_scenario(path) == scenario
+    write_scenario(path, scenario)
+    assert "has_gradient" not in path.read_text()
+    from_two_files = load_scenario(path).lengths
+    assert from_two_files.model_copy(update={"file": None}) == scenario.lengths
     assert scenario.schedule == recipe.schedule
     assert (scenario.cluster.num_gpus, scenario.cluster.num_engines) == (5, 1)
     assert (scenario.decode.gpus_per_engine, scenario.colocated_decode.gpus_per_engine) == (2, 5)
@@ -226,7 +237,7 @@ def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: 
 def test_long_runs_leave_a_sample_of_whole_groups() -> None:
     recipe = load_recipe(RECIPE)
     runs = [recorded(plan) for plan in planned_runs(recipe)]
-    runs[0].lines.extend([line([100 + step] * 32, 32, 0.05) for step in range(4000)])
+    runs[0].all_lines.extend([line([100 + step] * 32, 32, 0.05) for step in range(4000)])
     listed = scenario_of(recipe, runs).lengths
     assert len(listed.lengths) == 65_536
     assert len(listed.has_gradient) == 65_536 // 8
@@ -247,9 +258,9 @@ def test_a_short_run_that_fails_to_measure_is_left_out(tmp_path: Path, monkeypat
             return recorded(plan)
         raise BenchmarkError("too short")
 
-    monkeypatch.setattr(calibrate, "record", record)
+    monkeypatch.setattr(measure, "record", record)
     said: list[str] = []
-    scenario, figures = run_calibration(plan_calibration(RECIPE, [], 48.0), tmp_path / "runs", said.append)
+    scenario, figures = calibrate(RECIPE, [], 48.0, tmp_path / "runs", said.append)
     assert {directory.parent for directory in directories} == {tmp_path / "runs"}
     assert said.count("  left out: too short") == len(directories) - 2
     assert [run["name"] for run in figures["runs"]] == ["at-once", "in-turns"]
@@ -302,7 +313,7 @@ def test_short_runs_forget_the_recipes_bounds() -> None:
 )
 def test_what_cannot_be_measured_is_refused(overrides: list[str], seconds: float, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        plan_calibration(RECIPE, overrides, seconds)
+        calibrate(RECIPE, overrides, seconds, None, print)
 
 
 def test_a_run_that_is_too_short_says_what_would_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,10 +324,9 @@ def test_a_run_that_is_too_short_says_what_would_work(tmp_path: Path, monkeypatc
             (directory / "logs" / f"{role}.spans.jsonl").write_text("")
         return {}
 
-    monkeypatch.setattr(calibration_runs, "train", short)
-    calibration = plan_calibration(RECIPE, [], 1.0)
+    monkeypatch.setattr(measure, "train", short)
     with pytest.raises(BenchmarkError, match=r"at-once made 1 optimizer steps in 1 s.*a longer --seconds would work"):
-        run_calibration(calibration, tmp_path / "runs", print)
+        calibrate(RECIPE, [], 1.0, tmp_path / "runs", print)
 
 
 def test_a_bad_option_is_one_line_and_exit_code_2(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midflight.config import Scenario, load_recipe
+from midflight.config import Scenario, dump_toml, load_recipe
 from midflight.config.scenario import (
     ConstantLengthsConfig,
     DelaysConfig,
@@ -20,7 +20,7 @@ from midflight.config.scenario import (
 from midflight.errors import RecipeError, ScenarioError
 from midflight.experiments.variants import parse_variants
 from midflight.sim.calibration import validation as validation_module
-from midflight.sim.calibration.validation import plan_validation, predict, run_validation, validation_table
+from midflight.sim.calibration.validation import predict, validate, validation_table
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "cpu_demo.toml"
 DECODE = TableDecodeConfig(gpus_per_engine=1, sizes=(64,), rates=(64e3,), beyond="hold")  # a step takes 1 ms
@@ -35,6 +35,12 @@ SCENARIO = Scenario(
     colocated_delays=DelaysConfig(transfer=0.002, preprocess=0.003),
     simulation=SimulationConfig(time_unit="s"),
 )
+
+
+def changed_recipe(directory: Path, *overrides: str) -> Path:
+    path = directory / "recipe.toml"
+    path.write_text(dump_toml(load_recipe(RECIPE, overrides)))
+    return path
 
 
 def test_predictions_end_with_the_first_step_past_the_seconds() -> None:
@@ -72,8 +78,7 @@ def test_runs_come_after_predictions_and_have_a_seed_of_their_own(
     monkeypatch.setattr(validation_module, "predict", simulated)
     monkeypatch.setattr(validation_module, "train", train)
     variants = parse_variants("schedule", "pipeline,conventional:steps_per_rl_step=4")
-    validation = plan_validation(SCENARIO, RECIPE, ["run.seed=5"], variants, 4.0)
-    result = run_validation(validation, tmp_path / "runs", print)
+    result = validate(SCENARIO, changed_recipe(tmp_path, "run.seed=5"), variants, 4.0, print)
     assert happened == [
         "predict pipeline", "predict conventional", "run pipeline", "run conventional-steps_per_rl_step-4",
     ]  # fmt: skip
@@ -95,7 +100,8 @@ def test_runs_come_after_predictions_and_have_a_seed_of_their_own(
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    scenario: Scenario, overrides: list[str], seconds: float, error: type[Exception], message: str
+    scenario: Scenario, overrides: list[str], seconds: float, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
+    recipe = changed_recipe(tmp_path, *overrides)
     with pytest.raises(error, match=message):
-        plan_validation(scenario, RECIPE, overrides, parse_variants("schedule", "pipeline"), seconds)
+        validate(scenario, recipe, parse_variants("schedule", "pipeline"), seconds, print)

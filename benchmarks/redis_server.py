@@ -1,4 +1,4 @@
-"""A real Redis for tests: on a free port of the loopback device, with its data in a directory of the test's."""
+"""A real Redis for tests and measurements: on a free port of the loopback device, its data in a directory."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import midflight
+import obedient_environment
 from midflight.actor import grading_pool
 from midflight.actor.grading_pool import GradingPool
 from midflight.errors import RolloutError
@@ -225,7 +226,8 @@ def test_a_closed_pool_leaves_no_process(tmp_path: Path) -> None:
 
 @contextmanager
 def owner_of_a_pool(hang: str, pid_file: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1])}
+    packages = Path(midflight.__file__).parents[1], Path(obedient_environment.__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, packages))}
     with subprocess.Popen([sys.executable, __file__, hang, str(pid_file), *arguments], env=environment) as owner:
         try:
             yield owner

@@ -236,15 +236,13 @@ def starts_with(whole: GeneratedTokens, part: GeneratedTokens) -> bool:
 
 def check_none_was_started_anew(saved: list[Rollout], batches: dict[int, TrainingBatch]) -> None:
     """Of the rollouts that were `saved` halfway, those in `batches` went on from there."""
-    trained = {group_id: batch for batch in batches.values() for group_id in batch.group_ids}
-    went_on = [rollout for rollout in saved if rollout.group_id in trained]
-    assert went_on
-    found = [
-        any(starts_with(each, rollout.generated) for each in sequences(trained[rollout.group_id]))
-        for rollout in went_on
-    ]
-    # One whose reward is just its group's mean is left out.
-    assert sum(found) >= max(1, len(went_on) - 2), "rollouts were generated again from their start"
+    assert any(rollout.group_id in batch.group_ids for rollout in saved for batch in batches.values())
+    for batch in batches.values():
+        went_on = [rollout.generated for rollout in saved if rollout.group_id in batch.group_ids]
+        whole = list(sequences(batch))
+        found = [part for part in went_on if any(starts_with(each, part) for each in whole)]
+        num_left_out = batch.num_rollouts - len(whole)  # those whose rewards are just the means of their groups
+        assert len(found) >= len(went_on) - num_left_out, "rollouts were generated again from their start"
 
 
 def is_running(pid: int) -> bool:

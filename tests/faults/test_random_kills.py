@@ -53,6 +53,7 @@ CASES = {
     ),
     "http": ("schedule.type=bounded", "schedule.max_lag=2", "engine.type=http", "engine.update_timeout_s=5"),
 }
+COMMANDS = {"resource_tracker": "resource tracker", "spawn_main": "grader", "\0serve\0": "engine"}
 NUM_ENGINES = {"http": 2}
 
 pytestmark = [
@@ -110,11 +111,7 @@ class Victims:
 
     def _role(self, pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_text()
-        for text, role in {
-            "resource_tracker": "resource tracker",
-            "spawn_main": "grader",
-            "\0serve\0": "engine",
-        }.items():
+        for text, role in COMMANDS.items():
             if text in command:
                 return role
         if "forkserver" not in command:
@@ -164,7 +161,8 @@ def test_whatever_is_killed_no_group_is_lost_or_trained_twice(
         assert summary["steps"] == num_steps
         check_books(victims.directory, summary)
         victims.note_batches()
-        check_none_was_started_anew(saved, batches_of(victims.directory))
+        if saved:
+            check_none_was_started_anew(saved, batches_of(victims.directory))
         victims.wait_for_orphans()
 
 
@@ -178,6 +176,8 @@ def kill_at_random(victims: Victims, chance: random.Random) -> Counter[str]:
                 os.kill(stopped, signal.SIGCONT)
         victims.keep_going()
         found = victims.by_role()
+        if not {"trainer", "rollout"} & found.keys() and chance.random() < 0.8:
+            continue  # or all kills would hit runs that have only begun to start, on a busy machine
         role = chance.choice(sorted(found))
         stops = chance.random() < STOP_PROBABILITY
         victim = chance.choice(sorted(found[role]))

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from midflight.errors import MidflightError
 
 # Less than a resumed run waits for the workers of the last one.
 _ORPHAN_GRACE_S = 30.0
+_END_OF_SUPERVISOR_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,11 @@ class WorkerContext:
         return bool(_hang_up_of(self.alive.fileno()).poll(0))
 
     def remove_weights(self) -> None:
-        """Another worker may do the same at the same time."""
-        shutil.rmtree(self.weights_directory, ignore_errors=True)
+        """Another worker, or another thread of this one, may do the same or put a file there at the same time."""
+        removed = self.weights_directory.with_suffix(".removed")
+        with contextlib.suppress(OSError):
+            self.weights_directory.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
         self.run.spare_weights.unlink(missing_ok=True)
 
     @property
@@ -128,6 +132,7 @@ def start_together(context: WorkerContext) -> None:
     try:
         context.supervisor.recv()
     except (EOFError, OSError):
+        _supervisor_ends(context)  # the end of this process, which comes next, has to know
         raise SystemExit(0) from None
     _has_begun.set()
 
@@ -142,9 +147,14 @@ def _end_with_supervisor(name: str, context: WorkerContext) -> None:
     if _has_begun.is_set():
         time.sleep(_ORPHAN_GRACE_S)
     print(f"the {name} process ends: its supervisor is gone and it did not stop", file=sys.stderr, flush=True)
-    if context.is_orphan():
+    if _supervisor_ends(context):
         context.remove_weights()
     os._exit(1)
+
+
+def _supervisor_ends(context: WorkerContext) -> bool:
+    """Return whether it ends, now that its connection is closed: the kernel closes its files one after the other."""
+    return bool(wait([context.alive], _END_OF_SUPERVISOR_S))
 
 
 def _redirect_output(log: Path) -> None:

@@ -11,6 +11,7 @@ MidflightError
 ├── CheckpointError      a checkpoint could not be written or read                  exit code 1
 ├── StreamError          a record could not be written or read                      exit code 1
 ├── WeightUpdateError    new weights do not fit; the old ones go on serving         exit code 1
+│   └── NonFiniteWeightsError  they have NaN or infinite values: no engine takes them
 ├── NonFiniteLossError   too many steps in a row had a loss that is not a number    exit code 1
 ├── RolloutError         nothing but failed rollouts: says why the last one failed  exit code 1
 ├── WorkerError          a worker process died; says which and where its log is     exit code 1
@@ -64,6 +65,10 @@ class StreamError(MidflightError):
 
 
 class WeightUpdateError(MidflightError):
+    pass
+
+
+class NonFiniteWeightsError(WeightUpdateError):
     pass
 
 

@@ -176,7 +176,11 @@ class Generator(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Sample one token for every running request; the completions of those that ended."""
+        """Sample one token for every running request; return the completions of those that ended.
+
+        Raises: NonFiniteWeightsError if pending weights are found to have NaN or infinite values. Nothing was sampled;
+        the old weights go on serving at the next step.
+        """
         ...
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
@@ -186,8 +190,8 @@ class Generator(Protocol):
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Sample with these weights from now on, or from one of the next steps (`update_pending`); nothing is aborted.
 
-        Raises: WeightUpdateError if a name, shape or dtype does not fit, or another update is pending; the old
-        weights then go on serving.
+        Raises: WeightUpdateError if a name, shape or dtype does not fit, a value is not finite, the version is older
+        than the one that samples a request in flight, or another update is pending; the old weights go on serving.
         """
         ...
 

@@ -262,10 +262,11 @@ NAME = "model.layers.1.mlp.down_proj.weight"
         (lambda weights: {**weights, NAME: weights[NAME][:-1]}, r"announced as \[31, 48\], not \[32, 48\]"),
         (lambda weights: {**weights, NAME: weights[NAME].double()}, "float64"),
         (lambda weights: {**weights, NAME: weights[NAME].bfloat16()}, "bfloat16"),
+        (lambda weights: {**weights, NAME: weights[NAME] / 0}, f"version 1 of the weights is refused: {NAME} has NaN"),
     ],
 )
 def test_weights_that_do_not_fit_leave_the_old_ones_serving(start_server, change, message: str) -> None:
-    server = start_server()
+    server = start_server(tiny_engine(tiny_model(), max_update_pause_s=1e-9))
     new = weights_of(tiny_model(seed=1))
     with HTTPGenerator(server.url) as client:
         client.add(requests(1))

@@ -14,7 +14,7 @@ from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.graphs import GraphedModel
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.loading import engine_model
-from midflight.errors import WeightUpdateError
+from midflight.errors import NonFiniteWeightsError, WeightUpdateError
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
@@ -186,6 +186,75 @@ def test_a_prefix_is_shared_by_siblings_but_never_across_versions() -> None:
     for rollout_id, expected in run_to_end(fresh).items():
         assert completions[rollout_id].generated.token_ids.tolist() == expected.generated.token_ids.tolist()
         np.testing.assert_allclose(completions[rollout_id].generated.logprobs, expected.generated.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["best", "reference"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2"])
+def test_nan_left_in_the_cache_reaches_no_token(family: str, kernels: ReferenceKernels | None) -> None:
+    model, asked = tiny_model(family), requests(12)
+    fresh, poisoned = (tiny_engine(model, kernels=kernels, max_batched_tokens=21) for _ in range(2))
+    poisoned._cache._pages.fill_(torch.nan)
+    for engine in (fresh, poisoned):
+        engine.add(asked)
+    actual, expected = run_to_end(poisoned), run_to_end(fresh)
+    for rollout_id, completion in expected.items():
+        assert np.isfinite(completion.generated.logprobs).all()
+        assert actual[rollout_id].generated.token_ids.tolist() == completion.generated.token_ids.tolist()
+        assert actual[rollout_id].generated.logprobs.tolist() == completion.generated.logprobs.tolist()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("max_update_pause_s", [None, 1e-9])
+def test_weights_that_are_not_finite_are_refused(bad: float, max_update_pause_s: float | None) -> None:
+    """Also when they are found late, in a slice; then good weights are served as by a fresh engine."""
+    old, good = tiny_model(seed=0), weights_of(tiny_model(seed=1))
+    name = "model.layers.1.mlp.down_proj.weight"
+    broken = {**good, name: good[name].clone()}
+    broken[name][-1, -1] = bad
+    asked = requests(6)
+    undisturbed, engine = tiny_engine(old), tiny_engine(old, max_update_pause_s=max_update_pause_s)
+    for each in (undisturbed, engine):
+        each.add(asked)
+        each.step()
+
+    def update() -> None:
+        engine.update_weights(1, broken)
+        while engine.update_pending:
+            engine.step()
+            undisturbed.step()
+
+    with pytest.raises(NonFiniteWeightsError, match=f"version 1 of the weights is refused: {name} has NaN"):
+        update()
+    assert not engine.update_pending
+    assert engine.weight_version == 0
+    assert_same(run_to_end(engine), run_to_end(undisturbed))
+    engine.update_weights(2, good)
+    fresh = tiny_engine(tiny_model(seed=1), version=2)
+    for each in (fresh, engine):
+        each.add(asked)
+    assert_same(run_to_end(engine), run_to_end(fresh))
+
+
+def test_first_weights_that_are_not_finite_are_refused() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3, 3] = torch.nan
+    with pytest.raises(NonFiniteWeightsError, match=r"model\.embed_tokens\.weight has NaN"):
+        tiny_engine(model)
+
+
+def test_a_version_never_goes_down_along_a_sequence() -> None:
+    weights = weights_of(tiny_model(seed=1))
+    engine = tiny_engine(tiny_model(), version=5)
+    engine.add(requests(1))
+    engine.step()
+    with pytest.raises(WeightUpdateError, match="version 4 is older than version 5, which serves"):
+        engine.update_weights(4, weights)
+    engine.update_weights(5, weights)
+    assert engine.weight_version == 5
+    run_to_end(engine)
+    engine.update_weights(4, weights)  # idle: a run that went on from a checkpoint has joined
+    assert engine.weight_version == 4
 
 
 def test_updates_under_load_lose_nothing() -> None:

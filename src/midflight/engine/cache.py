@@ -43,7 +43,6 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # Zeros, not garbage: unused slots are multiplied by a zero probability, and 0 * NaN is NaN.
         size = (num_layers, 2, num_pages, num_kv_heads * head_dim * PAGE_SIZE)
         self._pages = torch.zeros(size, dtype=dtype, device=device)
         self.layers = tuple(

@@ -22,7 +22,7 @@ from midflight.engine.plan import Batch, StepPlan
 from midflight.engine.rows import MAX_STOP_TOKENS, RowTable
 from midflight.engine.sampler import score, truncate
 from midflight.engine.scheduler import Scheduler
-from midflight.errors import ModelError, RequestError, WeightUpdateError
+from midflight.errors import ModelError, NonFiniteWeightsError, RequestError, WeightUpdateError
 from midflight.types import TEMPERATURES, Completion, GeneratedTokens, GenerationRequest, Int64Array, RolloutId
 
 
@@ -133,6 +133,9 @@ class Engine:
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
         if self.update_pending:
             raise WeightUpdateError(f"version {version} came while version {self._pending_version} is being adopted")
+        # Along a sequence versions never go down. An idle engine may serve a run that goes on from a checkpoint.
+        if version < self._version and self.num_in_flight:
+            raise WeightUpdateError(f"version {version} is older than version {self._version}, which serves")
         self._model.begin_update(weights)
         self._pending_version = version
         self._adopt_weights()
@@ -162,7 +165,12 @@ class Engine:
     def _adopt_weights(self) -> None:
         # With nothing in flight nobody is kept waiting.
         budget_s = self._limits.max_update_pause_s if self.num_in_flight else None
-        if self._model.continue_update(budget_s):
+        try:
+            is_done = self._model.continue_update(budget_s)
+        except NonFiniteWeightsError as error:
+            version, self._pending_version = self._pending_version, None
+            raise NonFiniteWeightsError(f"version {version} of the weights is refused: {error}") from error
+        if is_done:
             assert self._pending_version is not None
             self._version, self._pending_version = self._pending_version, None
             self._scheduler.weights_changed(self._recompute_kv)

@@ -22,6 +22,8 @@ from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
 from midflight.errors import ModelError
 
 PAGED_ATTENTION = "midflight_paged"
+# What attention modules pass on besides, though their function has no use for it: positions are in keys and queries.
+_KNOWN_TENSORS = ("position_ids", "cache_position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,12 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Store this step's keys and values, attend to the cache; the signature is the AttentionInterface's.
 
     Shapes: query [1, H, T, E], key and value [1, K, T, E] -> [1, T, H, E].
+    Raises: ModelError if the module's attention is another function than this one, or keys and values have no room.
     """
     batch, kernels = paged.batch, paged.kernels
     layer = paged.cache.layers[module.layer_idx]  # type: ignore[index]
@@ -59,6 +62,12 @@ def paged_attention(
             f"layer {module.layer_idx} has keys {list(key.shape)} and values {list(value.shape)}; the engine has room"
             f" for {layer.num_kv_heads} heads of {layer.head_dim}"
         )
+    tensors = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _KNOWN_TENSORS]
+    if attention_mask is not None or tensors:
+        what = tensors[0] if tensors else "a mask"
+        raise ModelError(f"layer {module.layer_idx} gives its attention {what}, which the engine's does not know")
+    if not getattr(module, "is_causal", True):
+        raise ModelError(f"layer {module.layer_idx} attends to later tokens; the engine's attention is causal")
     kernels.store(key[0].transpose(0, 1), value[0].transpose(0, 1), batch, layer)
     flat = query[0].transpose(0, 1).reshape(num_tokens, -1)
     scale = head_dim**-0.5 if scaling is None else scaling
@@ -73,8 +82,7 @@ class ModuleWeights:
     """One instance of the module, and what fills its parameters."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels) -> None:
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION)
-        self.module = module.to(device).eval().requires_grad_(False)
+        self.module = module_of(config, dtype).to(device).requires_grad_(False)
         embeddings = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
         matrices = {}
         if device.type == "cpu":
@@ -113,14 +121,24 @@ class HfModule(UpdatedInFlight[ModuleWeights]):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        output = self._sets.active.module(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logits_index,
-            paged=PagedContext(batch, cache, self.kernels),
-        )
-        return output.logits[0].float()  # type: ignore[no-any-return]
+        return run_module(self._sets.active.module, PagedContext(batch, cache, self.kernels))
+
+
+def module_of(config: Any, dtype: torch.dtype) -> Any:
+    """A causal LM with the engine's attention, in evaluation mode; its weights have no particular values."""
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION).eval()
+
+
+def run_module(module: Any, paged: PagedContext) -> Tensor:
+    """Float32 logits [len(batch.logits_index), V] of a causal LM made with PAGED_ATTENTION."""
+    output = module(
+        input_ids=paged.batch.token_ids[None],
+        position_ids=paged.batch.positions[None],
+        use_cache=False,
+        logits_to_keep=paged.batch.logits_index,
+        paged=paged,
+    )
+    return output.logits[0].float()  # type: ignore[no-any-return]
 
 
 def module_shape(config: Any) -> ModelShape:
@@ -139,5 +157,6 @@ def module_shape(config: Any) -> ModelShape:
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
         )
-    except AttributeError as error:
-        raise ModelError(f"the engine cannot run {config.model_type}: {error}") from error
+    # transformers raises a RuntimeError for what differs between layers.
+    except (AttributeError, RuntimeError) as error:
+        raise ModelError(f"the engine cannot run {config.model_type}: {str(error).split('. ')[0]}") from error

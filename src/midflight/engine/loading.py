@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from midflight.engine.cache import KVCache, KVLayer
 from midflight.engine.decoder import Decoder, DecoderShape
-from midflight.engine.hf_module import HfModule, module_shape
+from midflight.engine.hf_module import HfModule, PagedContext, module_of, module_shape, run_module
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.model import EngineModel
+from midflight.engine.plan import Batch
+from midflight.errors import ModelError
 
 
 def engine_model(
@@ -38,9 +42,67 @@ def engine_model(
 
 
 def check_engine_runs(config: Any) -> None:
-    """Raises: ModelError if the engine cannot run this kind of model. Reads no weights."""
-    if DecoderShape.from_hf_config(config) is None:
-        module_shape(config)
+    """Run two tokens through the model without its weights, and look at what its attention is asked for.
+
+    Raises: ModelError if the engine cannot run this kind of model.
+    """
+    if DecoderShape.from_hf_config(config) is not None:
+        return
+    shape, name, probe = module_shape(config), config.model_type, _Probe()
+    try:
+        with torch.device("meta"):
+            two = torch.arange(2)
+            batch = Batch(two, two, two, two, two, two, num_decode=2, chunks=(), max_length=1)
+            # Mixtures of experts multiply bfloat16 only, without values.
+            cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, 1, torch.bfloat16, two.device)
+            run_module(module_of(_without_padding(config), torch.bfloat16), PagedContext(batch, cache, probe))
+    except ModelError as error:
+        latent = " (multi-head latent attention)" if hasattr(config, "kv_lora_rank") else ""
+        raise ModelError(f"the engine cannot run {name}{latent}: {error}") from error
+    except RuntimeError:
+        return  # it branches on values: nothing is known of the layers after
+    except Exception as error:
+        raise ModelError(f"the engine cannot run {name}: its attention cannot be replaced ({error!r})") from error
+    if probe.layers != [id(layer) for layer in cache.layers]:
+        raise ModelError(
+            f"the engine cannot run {name}: its {shape.num_layers} layers do not each call a replaceable attention once"
+        )
+    if _has_window(config, shape.max_positions) and not probe.has_window:
+        window = config.sliding_window
+        raise ModelError(f"the engine cannot run {name}: its sliding_window = {window} does not reach its attention")
+
+
+def _without_padding(config: Any) -> Any:
+    """A copy that names no token for padding; transformers would look for it among tokens that have no values."""
+    config = copy.deepcopy(config)
+    vars(config)["pad_token_id"] = None  # some classes refuse to set it
+    return config
+
+
+def _has_window(config: Any, max_positions: int) -> bool:
+    """Whether some layer sees less than the context."""
+    # Where the class does not know it, a value in the file means nothing.
+    window = getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
+    layer_types = getattr(config, "layer_types", None) or ("sliding_attention",)
+    in_use = getattr(config, "use_sliding_window", True) and "sliding_attention" in layer_types
+    return bool(in_use and window and window < max_positions)
+
+
+class _Probe(ReferenceKernels):
+    """Kernels that compute nothing."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.has_window = False
+
+    def store(self, key: Tensor, value: Tensor, batch: Batch, layer: KVLayer) -> None:
+        self.layers.append(id(layer))
+
+    def attend(
+        self, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float = 0.0, window: int = 0
+    ) -> Tensor:
+        self.has_window |= window > 0
+        return query
 
 
 def natural_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:

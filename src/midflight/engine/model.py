@@ -47,7 +47,10 @@ class EngineModel(Protocol):
         ...
 
     def continue_update(self, budget_s: float | None) -> bool:
-        """Copy for about `budget_s` seconds (None: to the end); True once the new weights serve."""
+        """Copy for about `budget_s` seconds (None: to the end); True once the new weights serve.
+
+        Raises: NonFiniteWeightsError naming the tensor; the update is then over, and the old weights go on serving.
+        """
         ...
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from midflight.errors import GenerationError
+from midflight.errors import GenerationError, NonFiniteWeightsError
 from midflight.protocols import Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
@@ -205,7 +205,14 @@ class GeneratorDriver:
             future.set_exception(error)
 
     def _step(self) -> None:
-        completions = self._generator.step()
+        try:
+            completions = self._generator.step()
+        except NonFiniteWeightsError as error:
+            if self._update is None:
+                raise
+            update, self._update = self._update, None
+            update.future.set_exception(error)
+            return
         self._num_steps += 1
         for completion in completions:
             self._end(completion)

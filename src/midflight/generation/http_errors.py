@@ -14,7 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from midflight.errors import GenerationError, RequestError, WeightUpdateError
+from midflight.errors import GenerationError, NonFiniteWeightsError, RequestError, WeightUpdateError
 from midflight.generation.schemas import ErrorDetail, ErrorResponse
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
@@ -63,6 +63,7 @@ def as_api_error(error: Exception) -> ApiError:
         case WeightUpdateError():
             answer = ApiError(400, str(error))
             answer.detail.type = "weight_update_error"
+            answer.detail.code = "weights_not_finite" if isinstance(error, NonFiniteWeightsError) else None
             return answer
         case GenerationError():
             return ApiError(500, str(error), code="generation_failed")

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from midflight.errors import MidflightError
+from midflight.errors import MidflightError, NonFiniteWeightsError, WeightUpdateError
 from midflight.protocols import Generator
 from midflight.types import Completion, GenerationRequest, RolloutId
 
@@ -110,7 +110,12 @@ class Members:
         return [member for member in self if member.samples and member.leaves_because is None]
 
     def update(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send new weights to every member; one that is still being sent older weights gets them afterwards."""
+        """Send new weights to every member; one that is still being sent older weights gets them afterwards.
+
+        Raises: WeightUpdateError if a newer version was sent before.
+        """
+        if version < self.newest_version:
+            raise WeightUpdateError(f"version {version} is older than version {self.newest_version}, which was sent")
         self._keep(version, weights)
         for member in self:
             if member.update is None:
@@ -124,7 +129,10 @@ class Members:
         return future
 
     def failed(self) -> list[tuple[Member, str]]:
-        """Take note of transfers that have ended; return the members that did not get their weights, and why."""
+        """Take note of transfers that have ended; return the members that did not get their weights, and why.
+
+        Raises: NonFiniteWeightsError if a member refused weights that any other would refuse, too.
+        """
         return [(member, why) for member in self if member.update and (why := self._settle(member, member.update))]
 
     def caught_up(self) -> list[Member]:
@@ -167,6 +175,9 @@ class Members:
             late = self._age_s(update) > self._timeout_s
             return f"it did not take version {update.version} in {self._timeout_s:g} s" if late else None
         if error := update.sent.exception():
+            if isinstance(error, NonFiniteWeightsError):
+                member.update = None
+                raise error
             return str(error) if isinstance(error, MidflightError) else repr(error)
         if not member.generator.update_pending:
             member.version, member.update, member.update_s = update.version, None, self._age_s(update)

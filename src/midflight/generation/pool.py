@@ -54,7 +54,7 @@ class PoolHooks:
 class EnginePool:
     """Implements Generator over its members. For one thread; `update_weights` of remote members runs in others.
 
-    Raises: GenerationLostError from `step` if no member has been there for `join_timeout_s`.
+    Raises (`step`): NonFiniteWeightsError; GenerationLostError if no member has been there for `join_timeout_s`.
     """
 
     def __init__(

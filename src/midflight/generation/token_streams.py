@@ -15,7 +15,14 @@ from typing import Any
 import httpx
 import numpy as np
 
-from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
+from midflight.errors import (
+    GenerationError,
+    GenerationLostError,
+    MidflightError,
+    NonFiniteWeightsError,
+    RequestError,
+    WeightUpdateError,
+)
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 _ABORTED = (None, FinishReason.ABORT)
@@ -219,6 +226,8 @@ def refusal_of(response: httpx.Response) -> MidflightError:
         message, kind, code = error["message"], error["type"], error["code"]
     except (KeyError, TypeError) as unexpected:
         raise ValueError(f"status {response.status_code} with {response.text[:80]!r}") from unexpected
+    if code == "weights_not_finite":
+        return NonFiniteWeightsError(message)
     if kind == "weight_update_error" or code == "update_in_progress":
         return WeightUpdateError(message)
     return RequestError(message) if response.status_code < 500 else GenerationError(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from test_kernels import GEOMETRIES, paged_batch
+from test_kernels import GEOMETRIES, paged_batch, with_nan_elsewhere
 
 from midflight.engine.kernels.gpu import GpuKernels
 from midflight.engine.kernels.reference import ReferenceKernels
@@ -15,3 +15,5 @@ for num_heads, num_kv_heads, head_dim in GEOMETRIES:
         arguments = (query, batch, cache.layers[0], head_dim**-0.5, softcap, window)
         actual, expected = GpuKernels().attend(*arguments), ReferenceKernels().attend(*arguments)
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-2)
+        poisoned = with_nan_elsewhere(batch, cache, window).layers[0]
+        assert torch.equal(GpuKernels().attend(query, batch, poisoned, *arguments[3:]), actual)

@@ -59,6 +59,35 @@ def test_attention(
     torch.testing.assert_close(actual, ReferenceKernels().attend(*arguments), atol=TOLERANCE[dtype], rtol=1e-2)
 
 
+def with_nan_elsewhere(batch: Batch, cache: KVCache, window: int) -> KVCache:
+    """A copy of the cache with NaN in every slot that no token of the batch sees."""
+    seen = torch.zeros(400 * PAGE_SIZE, dtype=torch.bool)
+    for row, last in zip(batch.rows.tolist(), batch.positions.tolist(), strict=True):
+        positions = torch.arange(max(0, last - window + 1) if window else 0, last + 1)
+        seen[batch.tables[row][positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE] = True
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    poisoned = KVCache(1, keys.shape[1], keys.shape[2], 400, keys.dtype, keys.device)
+    slots = seen.view(400, 1, 1, PAGE_SIZE)
+    poisoned.layers[0].keys.copy_(torch.where(slots, keys, torch.nan))
+    poisoned.layers[0].values.copy_(torch.where(slots.transpose(2, 3), values, torch.nan))
+    return poisoned
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (3.0, 0), (0.0, 7), (2.0, 300)])
+@pytest.mark.parametrize("fast", [False, True], ids=["reference", "c"])
+def test_nan_in_unused_slots_changes_nothing(fast: bool, softcap: float, window: int, dtype: torch.dtype) -> None:
+    kernels = fast_kernels(4, 2, 32, dtype) if fast else ReferenceKernels()
+    batch, cache = paged_batch(2, 32, dtype, chunk=13)
+    query = torch.randn(18, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected, actual = (
+        kernels.attend(query, batch, each.layers[0], 0.2, softcap, window)
+        for each in (cache, with_nan_elsewhere(batch, cache, window))
+    )
+    assert expected.isfinite().all()
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), GEOMETRIES)

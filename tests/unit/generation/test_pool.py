@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midflight.concurrency.background import run_at_once, run_in_background
-from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
+from midflight.errors import GenerationLostError, NonFiniteWeightsError, RequestError, WeightUpdateError
 from midflight.generation.members import PATIENCE_S
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.types import (
@@ -419,6 +419,23 @@ def test_a_member_that_is_too_slow_or_fails_leaves() -> None:
     assert "e0 left: it did not take version 1 in 10 s; 8 rollouts go on elsewhere" in controls.said
     assert len(second.running) == 12
     assert len(controls.drain()) == 12
+
+
+def test_weights_that_no_member_would_take_end_the_run() -> None:
+    """A member that refuses them is as good as the others: trying again would never end."""
+    controls = Controls()
+    engine = controls.join()
+    controls.pool.add([request(0)])
+
+    def refuse(version: int, weights: object) -> None:
+        raise NonFiniteWeightsError("x has NaN or infinite values")
+
+    engine.update_weights = refuse  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteWeightsError, match="x has NaN"):
+        controls.pool.update_weights(3, {})
+    assert (controls.pool.names, controls.pool.weight_version) == ({"e0"}, 0)
+    with pytest.raises(WeightUpdateError, match="version 2 is older than version 3, which was sent"):
+        controls.pool.update_weights(2, {})
 
 
 def test_a_member_that_leaves_finishes_what_it_has_and_one_that_is_stopped_hands_it_over() -> None:

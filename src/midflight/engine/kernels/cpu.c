@@ -120,10 +120,22 @@ void store(const element *restrict key, const element *restrict value, const int
     for (long n = 0; n < N; n++) store_token(key + n * K * E, value + n * K * E, keys, values, slots[n]);
 }
 
+/* The values of a page, or a copy with zeros instead of the slots outside first .. stop - 1: these may hold NaN, which
+ * a probability of 0 does not mask. With a copy, all pages run through the same loop and round alike. */
+static inline const element *visible_values(const element *page, int first, int stop, element *copy) {
+    if (first <= 0 && stop >= PAGE) return page;
+    first = first < 0 ? 0 : first;
+    stop = stop > PAGE ? PAGE : stop;
+    memset(copy, 0, PAGE * E * sizeof(element));
+    memcpy(copy + first * E, page + first * E, (stop - first) * E * sizeof(element));
+    return copy;
+}
+
 /* One query token against the pages of its sequence: positions first .. last of it. */
 static void attend_one(const element *restrict query, const element *restrict keys, const element *restrict values,
                        const int32_t *restrict table, long first, long last, int k, float scale, float softcap,
                        element *restrict out) {
+    element visible[PAGE * E];
     float q[G][E], sums[G][E], scores[G][BLOCK], tops[G], totals[G];
     for (int g = 0; g < G; g++) {
         tops[g] = -INFINITY;
@@ -162,6 +174,7 @@ static void attend_one(const element *restrict query, const element *restrict ke
         }
         for (int p = 0; p * PAGE < length; p++) {
             const element *page = values + ((long)table[start / PAGE + p] * K + k) * E * PAGE;
+            page = visible_values(page, hidden - p * PAGE, length - p * PAGE, visible);
             for (int s = 0; s < PAGE; s++)
                 for (int g = 0; g < G; g++)
                     for (int e = 0; e < E; e++) sums[g][e] += scores[g][p * PAGE + s] * load(page[s * E + e]);

@@ -125,13 +125,15 @@ def _decode_kernel(
             # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1 - 2 / (tl.exp(scores * 2 / softcap) + 1))
         at = index * PAGE + slots
-        scores = tl.where(((at <= position) & (at >= first))[None, :], scores, float("-inf"))
+        visible = (at <= position) & (at >= first)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         decay = tl.exp(top - new_top)
         p = tl.exp(scores - new_top[:, None])
         v = tl.load(
             values + page * HEAD_DIM * PAGE + slots[:, None] * HEAD_DIM + columns[None, :],
-            mask=in_head[None, :],
+            # Other slots may hold NaN, which a probability of 0 does not mask.
+            mask=visible[:, None] & in_head[None, :],
             other=0.0,
         )
         sums = sums * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")

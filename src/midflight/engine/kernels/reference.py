@@ -126,6 +126,7 @@ def _attention(
 ) -> Tensor:
     """query [B, H, t, E] at positions [B, t], key and value [B, K, W, E] -> [B, H, t, E]."""
     visible = visible_columns(positions, key.shape[2], window)
-    # Garbage in unused slots must not turn a zero probability into NaN.
-    value = value.masked_fill(~visible.any(dim=2)[..., None], 0)
+    # Slots that no query sees may hold NaN: added to a mask of -inf or multiplied by a probability of 0, it stays NaN.
+    unseen = ~visible.any(dim=2)[..., None]
+    key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
     return masked_attention(query, key, value, visible, scale, softcap)

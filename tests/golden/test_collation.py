@@ -34,7 +34,8 @@ def test_small_examples(example: dict[str, Any]) -> None:
 def draw_gains(lengths: LengthDistribution, max_tokens: int) -> list[CollationGain]:
     rng = np.random.default_rng(0)
     return [
-        collation_gain(lengths.draw(rng, (NUM_SEQUENCES,)).tolist(), max_tokens=max_tokens) for _ in range(NUM_DRAWS)
+        collation_gain(lengths.draw(rng, 0, 1, NUM_SEQUENCES)[0].tolist(), max_tokens=max_tokens)
+        for _ in range(NUM_DRAWS)
     ]
 
 

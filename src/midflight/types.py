@@ -7,6 +7,7 @@ Every `[T]` array is indexed by token: entry `t` is about token `t` itself. Posi
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -41,13 +42,18 @@ class Grade:
     components: dict[str, float] = field(default_factory=dict)
 
 
+Message = dict[str, str]  # of a conversation: role and content
+Text = str | list[Message]
+
+
 @dataclass(frozen=True, slots=True)
 class GradedResponse:
-    """What came of one response that was handed to a grader: a grade, or why there is none."""
+    """An environment's answer to one response: a grade, or the text of the next turn, or why there is neither."""
 
     rollout_id: RolloutId
     grade: Grade | None
     failure: str = ""
+    text: Text | None = None
 
 
 # --- generation -------------------------------------------------------------------------------------------------
@@ -83,6 +89,8 @@ class FinishReason(enum.Enum):
 class GenerationRequest:
     """One sequence to generate. `generated` is what an earlier, interrupted attempt already sampled.
 
+    The prompt of a later turn is everything before it, with `first_position` sampled tokens.
+
     `score_prompt`: the completion says how likely the prompt's tokens were; then `max_tokens` may be 0.
 
     The random numbers depend on (`seed`, `rollout_id`, position) only, so an interrupted request goes on as if
@@ -95,6 +103,7 @@ class GenerationRequest:
     seed: int
     generated: GeneratedTokens | None = None
     score_prompt: bool = False
+    first_position: int = 0  # of the first token to sample, among all sampled tokens of the rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +149,103 @@ class RolloutStatus(enum.Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of a rollout: given (the prompt, text of the environment), or sampled in one turn; all `[T]`.
+
+    Logprobs and versions of given tokens are zero.
+    """
+
+    token_ids: Int32Array
+    logprobs: Float32Array  # nats, under the sampling distribution
+    weight_versions: Int32Array  # optimizer steps
+    sampled: bool
+
+    @classmethod
+    def given(cls, token_ids: Sequence[int] | Int32Array) -> Segment:
+        ids = np.asarray(token_ids, np.int32)
+        return cls(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), sampled=False)
+
+    @classmethod
+    def of(cls, generated: GeneratedTokens) -> Segment:
+        return cls(generated.token_ids, generated.logprobs, generated.weight_versions, sampled=True)
+
+    @property
+    def generated(self) -> GeneratedTokens:
+        return GeneratedTokens(self.token_ids, self.logprobs, self.weight_versions)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def part(self, start: int, stop: int | None = None) -> Segment:
+        """Tokens `start` to `stop`, as views."""
+        part = slice(start, stop)
+        return Segment(self.token_ids[part], self.logprobs[part], self.weight_versions[part], self.sampled)
+
+
 @dataclass(slots=True)
 class Rollout:
     """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward.
 
-    RUNNING with a finish reason means that it is generated and waits for its grade.
+    RUNNING with a finish reason means that the turn has ended, and the environment has not answered.
+
+    Invariants: given and sampled segments alternate, and the prompt is the first; none is empty but the prompt of a
+    rollout in the partial-rollout buffer.
     """
 
     rollout_id: RolloutId
     group_id: GroupId
     status: RolloutStatus
-    prompt_token_ids: Int32Array
-    generated: GeneratedTokens
-    finish_reason: FinishReason | None = None
+    segments: list[Segment]
+    finish_reason: FinishReason | None = None  # of the last turn
     reward: float = 0.0
     reward_components: dict[str, float] = field(default_factory=dict)
     failure: str = ""  # why, when FAILED
-    num_carried: int = 0  # tokens it had when it was last interrupted
+    num_carried: int = 0  # sampled tokens it had when it was last interrupted
+
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        return self.segments[0].token_ids
+
+    @property
+    def sampled(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.sampled]
+
+    @property
+    def generated(self) -> GeneratedTokens:
+        """The sampled tokens of all turns."""
+        sampled = self.sampled
+        if len(sampled) == 1:
+            return sampled[0].generated
+        if not sampled:
+            return GeneratedTokens.none()
+        return GeneratedTokens(
+            np.concatenate([segment.token_ids for segment in sampled]),
+            np.concatenate([segment.logprobs for segment in sampled]),
+            np.concatenate([segment.weight_versions for segment in sampled]),
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment) for segment in self.segments if segment.sampled)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.segments))
+
+    @property
+    def turn(self) -> GeneratedTokens:
+        """The sampled tokens of the current turn, which may have none yet."""
+        return self.segments[-1].generated if self.segments[-1].sampled else GeneratedTokens.none()
+
+    @property
+    def before_turn(self) -> list[Segment]:
+        """All segments before the sampled tokens of the current turn."""
+        return self.segments[:-1] if self.segments[-1].sampled else self.segments
+
+    def set_turn(self, generated: GeneratedTokens) -> None:
+        """Replace the sampled tokens of the current turn."""
+        self.segments = [*self.before_turn, Segment.of(generated)] if len(generated) else [*self.before_turn]
 
     @property
     def is_done(self) -> bool:
@@ -257,7 +346,7 @@ class ActorState:
     num_updates: int = 0  # new weights adopted by the engine
     num_aborted: int = 0  # rollouts the schedule interrupted; each goes on later
     # Response lengths since the last batch, in tokens:
-    generated_lengths: list[int] = field(default_factory=list)  # of rollouts whose generation is done
+    generated_lengths: list[int] = field(default_factory=list)  # of rollouts that were generated and answered
     dropped_lengths: list[int] = field(default_factory=list)  # of those in filtered and dropped groups
 
 
@@ -322,7 +411,7 @@ class FleetView:
     num_engines: int  # that generate now; 1 while one is waited for
     num_waiting: int  # rollouts of open groups that are to be admitted, interrupted ones first
     num_in_flight: int  # rollouts started whose own generation is not done, on all engines
-    num_ungraded: int  # rollouts whose generation is done and that wait for their grades
+    num_ungraded: int  # rollouts whose turn has ended, and that wait for the environment's answer
     num_finished: int  # rollouts, since the run began
     most_versions_in_flight: int  # weight versions in the rollout in flight that has tokens of the most
     oldest_open_group: GroupId | None  # the earliest started group that is not finished

@@ -30,7 +30,7 @@ def grader(request: pytest.FixtureRequest) -> Iterator[Grader]:
 def graded(grader: Grader, responses: list[str]) -> list[GradedResponse]:
     """What came of the responses, in their order; each exactly once."""
     for index, response in enumerate(responses):
-        grader.submit(RolloutId(index), PROBLEM, response)
+        grader.submit(RolloutId(index), PROBLEM, [response])
     assert grader.num_pending == len(responses)
     results: list[GradedResponse] = []
     while grader.num_pending:
@@ -57,7 +57,7 @@ def test_nothing_submitted_is_nothing_graded(grader: Grader) -> None:
 def test_what_is_submitted_between_results_comes_back_too(grader: Grader) -> None:
     returned: list[int] = []
     for index in range(100):
-        grader.submit(RolloutId(index), PROBLEM, "reward 1")
+        grader.submit(RolloutId(index), PROBLEM, ["reward 1"])
         returned += [result.rollout_id for result in grader.results()]
     while grader.num_pending:
         returned += [result.rollout_id for result in grader.results(TIMEOUT_S)]

@@ -38,7 +38,7 @@ def pool_with(num_processes: int = 1, timeout_s: float = TIMEOUT_S) -> GradingPo
 
 def submit(pool: GradingPool, responses: list[str]) -> None:
     for index, response in enumerate(responses):
-        pool.submit(RolloutId(index), PROBLEM, response)
+        pool.submit(RolloutId(index), PROBLEM, [response])
 
 
 def all_results(pool: GradingPool) -> list[GradedResponse]:
@@ -188,7 +188,7 @@ def test_submitting_waits_for_nobody() -> None:
         submit(pool, ["spin", "spin"])
         response = "length " + "x" * 100_000
         for index in range(10_000):
-            pool.submit(RolloutId(2 + index), PROBLEM, response)
+            pool.submit(RolloutId(2 + index), PROBLEM, [response])
             if index % 1000 == 0:
                 pool.results()
         assert pool.num_pending > 9_000

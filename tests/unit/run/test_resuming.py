@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from midflight.actor.partials import PartialBuffer
+from midflight.actor.partials import PartialBuffer, segments_from
 from midflight.config import Recipe, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import ModelError, RunDirectoryError
@@ -32,6 +32,7 @@ from midflight.types import (
     Rollout,
     RolloutId,
     RolloutStatus,
+    Segment,
     TrainingBatch,
 )
 
@@ -76,10 +77,12 @@ def save_partials(
     token_ids = np.array(tokens, np.int32)
     weight_versions = np.array(versions, np.int32) if versions else np.zeros_like(token_ids)
     generated = GeneratedTokens(token_ids, np.zeros(len(tokens), np.float32), weight_versions)
-    rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, NONE, generated)
+    rollout = Rollout(
+        RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, [Segment.given(()), Segment.of(generated)]
+    )
     rollout = replace(rollout, **fields)  # type: ignore[arg-type]
     with closing(PartialBuffer(run.partials)) as partials:
-        partials.save(state, [rollout], lambda each, start: each.generated.part(start))
+        partials.save(state, [rollout], lambda each, start: segments_from(each.segments[1:], start))
 
 
 def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:

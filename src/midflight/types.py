@@ -104,6 +104,12 @@ class GenerationRequest:
     generated: GeneratedTokens | None = None
     score_prompt: bool = False
     first_position: int = 0  # of the first token to sample, among all sampled tokens of the rollout
+    prompt_version: int = 0  # newest weights that sampled a token of the prompt
+
+    @property
+    def newest_version(self) -> int:
+        """Newest weights that sampled a token it comes with: no older ones may sample the next."""
+        return max(self.prompt_version, int(self.generated.weight_versions.max()) if self.generated else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from midflight.actor import grading_pool
 from midflight.actor.grading_pool import GradingPool
 from midflight.errors import RolloutError
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
-from obedient_environment import ObedientEnvironment
+from obedient_environment import ObedientEnvironment, ObedientTurns
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -180,6 +180,16 @@ def test_all_processes_are_used(tmp_path: Path) -> None:
         assert [result.failure for result in results] == [TOO_LONG, TOO_LONG, ""]
         assert results[2].grade
         assert len({*pids_in(tmp_path / "pids"), results[2].grade.components["pid"]}) == 3
+
+
+def test_an_episode_survives_the_process_it_is_in() -> None:
+    with GradingPool(ObedientTurns, 1, timeout_s=TIMEOUT_S) as pool:
+        pool.submit(RolloutId(0), PROBLEM, ["say a"])
+        assert [result.text for result in all_results(pool)] == ["a"]
+        pool.submit(RolloutId(1), PROBLEM, ["kill"])
+        assert [result.grade for result in all_results(pool)] == [None]
+        pool.submit(RolloutId(0), PROBLEM, ["say a", "count"])
+        assert [result.grade for result in all_results(pool)] == [Grade(2.0)]
 
 
 def test_submitting_waits_for_nobody() -> None:

@@ -132,6 +132,7 @@ class Episodes:
             seed=self._seed,
             generated=turn if len(turn) else None,
             first_position=num_sampled,
+            prompt_version=max(int(segment.weight_versions.max(initial=0)) for segment in before),
         )
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:

@@ -31,7 +31,7 @@ class Placement:
         batches: dict[Member, list[GenerationRequest]] = {}
         for rollout_id in sorted(waiting) if members else ():
             request = waiting[rollout_id]
-            oldest = min(newest_version, int(request.generated.weight_versions.max())) if request.generated else 0
+            oldest = min(newest_version, request.newest_version)
             able = [member for member in members if (member.version or 0) >= oldest]
             if able:
                 batches.setdefault(self._choose(request, able, batches), []).append(request)

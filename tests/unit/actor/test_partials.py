@@ -132,6 +132,18 @@ def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> No
     assert_same(loaded(path)[1][0], graded)
 
 
+def test_turns_come_back_as_they_were(path: Path) -> None:
+    turns = [Segment.given(()), Segment.of(tokens(0, 4)), Segment.given([7, 8]), Segment.of(tokens(1, 3))]
+    with closing(PartialBuffer(path)) as buffer:
+        for num_segments in (1, 2, 3, 4):
+            save(buffer, [Rollout(RolloutId(0), GroupId(0), RolloutStatus.PARTIAL, turns[:num_segments])])
+            found = loaded(path)[1][0]
+            assert [each.sampled for each in found.segments] == [each.sampled for each in turns[:num_segments]]
+            for name in ("token_ids", "logprobs", "weight_versions"):
+                for one, other in zip(found.segments, turns, strict=False):
+                    np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
 def test_rollouts_that_are_gone_leave_nothing_behind(path: Path) -> None:
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(index, 5) for index in range(8)], num_batches=1)

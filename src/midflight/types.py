@@ -106,11 +106,6 @@ class GenerationRequest:
     first_position: int = 0  # of the first token to sample, among all sampled tokens of the rollout
     prompt_version: int = 0  # newest weights that sampled a token of the prompt
 
-    @property
-    def newest_version(self) -> int:
-        """Newest weights that sampled a token it comes with: no older ones may sample the next."""
-        return max(self.prompt_version, int(self.generated.weight_versions.max()) if self.generated else 0)
-
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
@@ -123,6 +118,18 @@ class GeneratedTokens:
     @classmethod
     def none(cls) -> GeneratedTokens:
         return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[GeneratedTokens]) -> GeneratedTokens:
+        """All tokens of the parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        parts = [cls.none(), *parts]
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.weight_versions for part in parts]),
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -157,46 +164,26 @@ class RolloutStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of a rollout: given (the prompt, text of the environment), or sampled in one turn; all `[T]`.
+    """Tokens of one turn that were sampled, or given (prompt, text of the environment): then logprobs are zero."""
 
-    Logprobs and versions of given tokens are zero.
-    """
-
-    token_ids: Int32Array
-    logprobs: Float32Array  # nats, under the sampling distribution
-    weight_versions: Int32Array  # optimizer steps
-    sampled: bool
+    tokens: GeneratedTokens
+    sampled: bool = True
 
     @classmethod
     def given(cls, token_ids: Sequence[int] | Int32Array) -> Segment:
         ids = np.asarray(token_ids, np.int32)
-        return cls(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), sampled=False)
-
-    @classmethod
-    def of(cls, generated: GeneratedTokens) -> Segment:
-        return cls(generated.token_ids, generated.logprobs, generated.weight_versions, sampled=True)
-
-    @property
-    def generated(self) -> GeneratedTokens:
-        return GeneratedTokens(self.token_ids, self.logprobs, self.weight_versions)
+        return cls(GeneratedTokens(ids, np.zeros(len(ids), np.float32), np.zeros_like(ids)), sampled=False)
 
     def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def part(self, start: int, stop: int | None = None) -> Segment:
-        """Tokens `start` to `stop`, as views."""
-        part = slice(start, stop)
-        return Segment(self.token_ids[part], self.logprobs[part], self.weight_versions[part], self.sampled)
+        return len(self.tokens)
 
 
 @dataclass(slots=True)
 class Rollout:
     """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward.
 
-    RUNNING with a finish reason means that the turn has ended, and the environment has not answered.
-
-    Invariants: given and sampled segments alternate, and the prompt is the first; none is empty but the prompt of a
-    rollout in the partial-rollout buffer.
+    RUNNING with a finish reason means that the turn has ended, and the environment has not answered. Given and sampled
+    segments alternate; the prompt is the first.
     """
 
     rollout_id: RolloutId
@@ -211,47 +198,21 @@ class Rollout:
 
     @property
     def prompt_token_ids(self) -> Int32Array:
-        return self.segments[0].token_ids
+        return self.segments[0].tokens.token_ids
 
     @property
-    def sampled(self) -> list[Segment]:
-        return [segment for segment in self.segments if segment.sampled]
+    def turns(self) -> list[GeneratedTokens]:
+        """The sampled tokens of each turn."""
+        return [segment.tokens for segment in self.segments if segment.sampled]
 
     @property
     def generated(self) -> GeneratedTokens:
         """The sampled tokens of all turns."""
-        sampled = self.sampled
-        if len(sampled) == 1:
-            return sampled[0].generated
-        if not sampled:
-            return GeneratedTokens.none()
-        return GeneratedTokens(
-            np.concatenate([segment.token_ids for segment in sampled]),
-            np.concatenate([segment.logprobs for segment in sampled]),
-            np.concatenate([segment.weight_versions for segment in sampled]),
-        )
+        return GeneratedTokens.joined(self.turns)
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(segment) for segment in self.segments if segment.sampled)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.segments))
-
-    @property
-    def turn(self) -> GeneratedTokens:
-        """The sampled tokens of the current turn, which may have none yet."""
-        return self.segments[-1].generated if self.segments[-1].sampled else GeneratedTokens.none()
-
-    @property
-    def before_turn(self) -> list[Segment]:
-        """All segments before the sampled tokens of the current turn."""
-        return self.segments[:-1] if self.segments[-1].sampled else self.segments
-
-    def set_turn(self, generated: GeneratedTokens) -> None:
-        """Replace the sampled tokens of the current turn."""
-        self.segments = [*self.before_turn, Segment.of(generated)] if len(generated) else [*self.before_turn]
+        return sum(map(len, self.turns))
 
     @property
     def is_done(self) -> bool:
@@ -321,20 +282,6 @@ class Microbatch:
                 ends, self.sequence_lengths, self.prefix_starts, self.prefix_lengths, strict=True
             )
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCounts:
-    """Where every group that was started has gone; `started` is the sum of the others."""
-
-    started: int = 0
-    trained: int = 0
-    dropped: int = 0  # by a rule the user chose
-    failed: int = 0
-    unfinished: int = 0
-
-    def adds_up(self) -> bool:
-        return self.started == self.trained + self.dropped + self.failed + self.unfinished
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ def undisturbed(actor: Actor, tick: int) -> Actor:
 @pytest.fixture(scope="module")
 def expected() -> list[Rollout]:
     rollouts = run_to_end(new_actor(), undisturbed)
-    assert {len(rollout.sampled) for rollout in rollouts} >= {2, 3}, "choose another seed"
+    assert {len(rollout.turns) for rollout in rollouts} >= {2, 3}, "choose another seed"
     assert {rollout.finish_reason for rollout in rollouts} == {FinishReason.STOP, FinishReason.LENGTH}
     return rollouts
 
@@ -80,8 +80,8 @@ def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
         )
         for one, other in zip(ours.segments, theirs.segments, strict=True):
             assert one.sampled == other.sampled
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            assert one.tokens.token_ids.tolist() == other.tokens.token_ids.tolist()
+            np.testing.assert_allclose(one.tokens.logprobs, other.tokens.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])

@@ -72,7 +72,7 @@ def test_the_tokens_of_a_killed_rollout_process_come_back(
         process.communicate(timeout=TIMEOUT_S)
     saved = saved_partials(run)
     assert saved, "something was in flight, and nothing was kept of it"
-    assert any(len(rollout.sampled) > 1 for rollout in saved) == (kind == "LongTurns")
+    assert any(len(rollout.turns) > 1 for rollout in saved) == (kind == "LongTurns")
     for rollout in saved:
         assert len(rollout.generated.weight_versions) == len(rollout.generated.logprobs) == len(rollout.generated)
         assert rollout.generated.weight_versions.min() >= 0

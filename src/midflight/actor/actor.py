@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from midflight.actor.episodes import Episodes
+from midflight.actor.episodes import Episodes, turn_of
 from midflight.actor.ledger import Ledger
 from midflight.errors import RolloutError
 from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
@@ -239,7 +239,7 @@ class Actor:
     def _take_up(self, rollout: Rollout) -> None:
         if not rollout.is_done and rollout.finish_reason is None:
             # Of one that was running when its process was killed, the tokens since its start were never counted.
-            num_before = rollout.num_sampled - len(rollout.turn)
+            num_before = rollout.num_sampled - len(turn_of(rollout))
             self.ledger.state.generated_tokens += rollout.num_sampled - max(rollout.num_carried, num_before)
             rollout.num_carried = rollout.num_sampled
             self.ledger.put_back(rollout.rollout_id)

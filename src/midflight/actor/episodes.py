@@ -20,6 +20,7 @@ from midflight.protocols import Environment, Generator, GradedTask, Grader, Toke
 from midflight.types import (
     Completion,
     FinishReason,
+    GeneratedTokens,
     GenerationRequest,
     Grade,
     GradedResponse,
@@ -78,9 +79,9 @@ class Episodes:
     def submit(self, rollout: Rollout, problem: Problem) -> None:
         """Hand the response of a turn that ended to the environment."""
         self._active[rollout.rollout_id] = rollout, problem
-        *earlier, last = rollout.sampled
-        responses = [response_text(self._tokenizer, turn.generated, FinishReason.STOP) for turn in earlier]
-        responses.append(response_text(self._tokenizer, last.generated, rollout.finish_reason))
+        *earlier, last = rollout.turns
+        responses = [response_text(self._tokenizer, turn, FinishReason.STOP) for turn in earlier]
+        responses.append(response_text(self._tokenizer, last, rollout.finish_reason))
         self._grader.submit(rollout.rollout_id, problem, responses)
 
     def step(self) -> list[Rollout]:
@@ -111,28 +112,28 @@ class Episodes:
     def tokens_of(self, rollout: Rollout, start: int) -> list[Segment]:
         """The tokens after the prompt so far, without the first `start`."""
         if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
-            before = rollout.before_turn[1:]
+            before = _before_turn(rollout)[1:]
             with contextlib.suppress(KeyError):  # its turn has just ended; `step` will say so
                 new = self._generator.generated(rollout.rollout_id, max(0, start - sum(map(len, before))))
-                return [*segments_from(before, start), *([Segment.of(new)] if len(new) else [])]
+                return [*segments_from(before, start), *([Segment(new)] if len(new) else [])]
         return segments_from(rollout.segments[1:], start)
 
     # ----------------------------------------------------------------------------------------------------------
 
     def _request(self, rollout: Rollout) -> GenerationRequest:
-        before, turn = rollout.before_turn, rollout.turn
-        num_sampled = sum(len(segment) for segment in before if segment.sampled)
+        context, turn = GeneratedTokens.joined([segment.tokens for segment in _before_turn(rollout)]), turn_of(rollout)
+        num_sampled = rollout.num_sampled - len(turn)
         sampling = self._sampling
         if num_sampled:
-            sampling = replace(sampling, max_tokens=self._room(num_sampled, sum(map(len, before))))
+            sampling = replace(sampling, max_tokens=self._room(num_sampled, len(context)))
         return GenerationRequest(
             rollout_id=rollout.rollout_id,
-            prompt_token_ids=np.concatenate([segment.token_ids for segment in before]),
+            prompt_token_ids=context.token_ids,
             sampling=sampling,
             seed=self._seed,
             generated=turn if len(turn) else None,
             first_position=num_sampled,
-            prompt_version=max(int(segment.weight_versions.max(initial=0)) for segment in before),
+            prompt_version=int(context.weight_versions.max(initial=0)),
         )
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:
@@ -151,8 +152,9 @@ class Episodes:
         return rollout
 
     def _take_tokens(self, rollout: Rollout, completion: Completion) -> None:
-        self.num_generated += len(completion.generated) - len(rollout.turn)
-        rollout.set_turn(completion.generated)
+        self.num_generated += len(completion.generated) - len(turn_of(rollout))
+        turn = [Segment(completion.generated)] if len(completion.generated) else []
+        rollout.segments = [*_before_turn(rollout), *turn]
 
     def _take(self, answer: GradedResponse) -> Rollout:
         rollout, problem = self._active[answer.rollout_id]
@@ -168,7 +170,7 @@ class Episodes:
             self._end(rollout, failure="the environment's text has no tokens")
         elif (
             rollout.finish_reason is FinishReason.LENGTH
-            or self._room(rollout.num_sampled, rollout.num_tokens + len(given)) < 1
+            or self._room(rollout.num_sampled, sum(map(len, rollout.segments)) + len(given)) < 1
         ):
             rollout.finish_reason = FinishReason.LENGTH
             self._end(rollout, Grade(0.0))
@@ -184,3 +186,13 @@ class Episodes:
         else:
             rollout.status = RolloutStatus.FINISHED
             rollout.reward, rollout.reward_components = grade.reward, grade.components
+
+
+def turn_of(rollout: Rollout) -> GeneratedTokens:
+    """The sampled tokens of the current turn, which may have none yet."""
+    last = rollout.segments[-1]
+    return last.tokens if last.sampled else GeneratedTokens.none()
+
+
+def _before_turn(rollout: Rollout) -> list[Segment]:
+    return rollout.segments[:-1] if rollout.segments[-1].sampled else rollout.segments

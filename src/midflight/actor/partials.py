@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from midflight.types import (
     ActorCheckpoint,
     ActorState,
     FinishReason,
+    GeneratedTokens,
     GroupId,
     Rollout,
     RolloutId,
@@ -166,7 +168,7 @@ def segments_from(segments: Iterable[Segment], start: int) -> list[Segment]:
     rest: list[Segment] = []
     for segment in segments:
         if start < len(segment):
-            rest.append(segment.part(start))
+            rest.append(replace(segment, tokens=segment.tokens.part(start)))
         start = max(0, start - len(segment))
     return rest
 
@@ -186,21 +188,19 @@ def _row(rollout: Rollout) -> tuple[object, ...]:
 
 
 def _packed(segments: Sequence[Segment]) -> bytes:
-    pieces = []
-    for segment in segments:
-        piece = np.empty(len(segment), _PIECE)
-        piece["token_ids"] = segment.token_ids
-        piece["logprobs"] = segment.logprobs
-        piece["weight_versions"] = segment.weight_versions
-        piece["sampled"] = segment.sampled
-        pieces.append(piece)
-    return np.concatenate(pieces).tobytes()
+    tokens = GeneratedTokens.joined([segment.tokens for segment in segments])
+    piece = np.empty(len(tokens), _PIECE)
+    piece["token_ids"] = tokens.token_ids
+    piece["logprobs"] = tokens.logprobs
+    piece["weight_versions"] = tokens.weight_versions
+    piece["sampled"] = np.repeat([segment.sampled for segment in segments], list(map(len, segments)))
+    return piece.tobytes()
 
 
-def _unpacked(tokens: npt.NDArray[np.void]) -> Segment:
-    return Segment(
-        token_ids=tokens["token_ids"].astype(np.int32),
-        logprobs=tokens["logprobs"].astype(np.float32),
-        weight_versions=tokens["weight_versions"].astype(np.int32),
-        sampled=bool(tokens["sampled"][0]),
+def _unpacked(piece: npt.NDArray[np.void]) -> Segment:
+    tokens = GeneratedTokens(
+        token_ids=piece["token_ids"].astype(np.int32),
+        logprobs=piece["logprobs"].astype(np.float32),
+        weight_versions=piece["weight_versions"].astype(np.int32),
     )
+    return Segment(tokens, sampled=bool(piece["sampled"][0]))

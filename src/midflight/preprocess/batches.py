@@ -19,6 +19,7 @@ from midflight.types import (
     FinishReason,
     Float32Array,
     Float64Array,
+    GeneratedTokens,
     Microbatch,
     Rollout,
     TrainingBatch,
@@ -102,14 +103,15 @@ def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_los
     Shapes: carries_loss [number of sampled tokens]. The others are only what later ones follow.
     """
     segments, versions = rollout.segments, rollout.generated.weight_versions
+    tokens = GeneratedTokens.joined([segment.tokens for segment in segments])
     loss_mask = np.concatenate([np.full(len(segment), segment.sampled) for segment in segments])
     loss_mask[loss_mask] = carries_loss
     return Trajectory(
         rollout_id=rollout.rollout_id,
-        token_ids=np.concatenate([segment.token_ids for segment in segments]),
+        token_ids=tokens.token_ids,
         loss_mask=loss_mask,
-        behavior_logprobs=np.concatenate([segment.logprobs for segment in segments]),
-        weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
+        behavior_logprobs=tokens.logprobs,
+        weight_versions=tokens.weight_versions,
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         reward=reward,
         first_version=int(versions[0]) if len(versions) else 0,  # of no token: nobody asks

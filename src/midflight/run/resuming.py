@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,9 +88,10 @@ def _cut(rollout: Rollout, newest_version: int) -> Rollout:
     """The rollout up to its first token of a newer version: such versions are made again, of other batches."""
     segments: list[Segment] = []
     for segment in rollout.segments:
-        num_kept = int(np.count_nonzero(segment.weight_versions <= newest_version))  # they never fall along a rollout
+        # Versions never fall along a rollout.
+        num_kept = int(np.count_nonzero(segment.tokens.weight_versions <= newest_version))
         if num_kept or not segment.sampled:
-            segments.append(segment.part(0, num_kept))
+            segments.append(replace(segment, tokens=segment.tokens.part(0, num_kept)))
         if num_kept < len(segment):
             break
     else:

@@ -46,7 +46,7 @@ def rollout(
     rollout_id: int, length: int = 0, status: RolloutStatus = RolloutStatus.RUNNING, **fields: object
 ) -> Rollout:
     prompt = Segment.given(range(rollout_id % 5))
-    segments = [prompt, Segment.of(tokens(rollout_id, length))] if length else [prompt]
+    segments = [prompt, Segment(tokens(rollout_id, length))] if length else [prompt]
     group_id = GroupId(rollout_id // GROUP_SIZE)
     return Rollout(RolloutId(rollout_id), group_id, status, segments, **fields)  # type: ignore[arg-type]
 
@@ -133,7 +133,7 @@ def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> No
 
 
 def test_turns_come_back_as_they_were(path: Path) -> None:
-    turns = [Segment.given(()), Segment.of(tokens(0, 4)), Segment.given([7, 8]), Segment.of(tokens(1, 3))]
+    turns = [Segment.given(()), Segment(tokens(0, 4)), Segment.given([7, 8]), Segment(tokens(1, 3))]
     with closing(PartialBuffer(path)) as buffer:
         for num_segments in (1, 2, 3, 4):
             save(buffer, [Rollout(RolloutId(0), GroupId(0), RolloutStatus.PARTIAL, turns[:num_segments])])
@@ -141,7 +141,7 @@ def test_turns_come_back_as_they_were(path: Path) -> None:
             assert [each.sampled for each in found.segments] == [each.sampled for each in turns[:num_segments]]
             for name in ("token_ids", "logprobs", "weight_versions"):
                 for one, other in zip(found.segments, turns, strict=False):
-                    np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+                    np.testing.assert_array_equal(getattr(one.tokens, name), getattr(other.tokens, name))
 
 
 def test_rollouts_that_are_gone_leave_nothing_behind(path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_text_of_the_environment_is_a_segment_between_two_turns() -> None:
         assert rollout.status is RolloutStatus.FINISHED
         assert rollout.reward == 1.0
         assert [segment.sampled for segment in rollout.segments] == [False, True, False, True]
-        assert [segment.token_ids.tolist() for segment in rollout.segments] == [[8], [0] * 3, [5, 6], [0] * 3]
+        assert [segment.tokens.token_ids.tolist() for segment in rollout.segments] == [[8], [0] * 3, [5, 6], [0] * 3]
         asked = generator.asked[rollout.rollout_id]
         assert asked.prompt_token_ids.tolist() == [8, 0, 0, 0, 5, 6]
         assert asked.first_position == 3, "random numbers count on from the first turn"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from midflight.concurrency.background import run_at_once, run_in_background
 from midflight.errors import GenerationLostError, RequestError, WeightUpdateError
 from midflight.generation.members import PATIENCE_S
+from midflight.generation.placement import newest_version_of
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.types import (
     Completion,
@@ -65,7 +66,7 @@ class FakeEngine:
         for request in requests:
             assert self.weight_version is not None, "a request came before the first weights"
             versions = request.generated.weight_versions.tolist() if request.generated else []
-            assert request.newest_version <= self.weight_version, "a token would follow one of newer weights"
+            assert newest_version_of(request) <= self.weight_version, "a token would follow one of newer weights"
             self.running[request.rollout_id] = request, versions, len(versions)
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:

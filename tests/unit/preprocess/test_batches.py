@@ -46,7 +46,7 @@ def rollout(
         RolloutId(number),
         group_id,
         RolloutStatus.FINISHED,
-        [Segment.given(PROMPT), Segment.of(generated)],
+        [Segment.given(PROMPT), Segment(generated)],
         reason,
         reward,
     )

@@ -24,6 +24,7 @@ from midflight.types import (
     ChosenBatch,
     FinishReason,
     Float32Array,
+    GeneratedTokens,
     GroupId,
     Microbatch,
     Problem,
@@ -95,7 +96,9 @@ def rollout(number: int, group_id: int, reward: float) -> Rollout:
         RolloutStatus.FINISHED,
         segments=[
             Segment.given([50, group_id]),
-            Segment(tokens, (-0.1 * (tokens + 1)).astype(np.float32), np.full(length, group_id // 4, np.int32), True),
+            Segment(
+                GeneratedTokens(tokens, -0.1 * (tokens + 1).astype(np.float32), np.full_like(tokens, group_id // 4))
+            ),
         ],
         finish_reason=FinishReason.LENGTH if length == 20 else FinishReason.STOP,
         reward=reward,

@@ -77,9 +77,7 @@ def save_partials(
     token_ids = np.array(tokens, np.int32)
     weight_versions = np.array(versions, np.int32) if versions else np.zeros_like(token_ids)
     generated = GeneratedTokens(token_ids, np.zeros(len(tokens), np.float32), weight_versions)
-    rollout = Rollout(
-        RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, [Segment.given(()), Segment.of(generated)]
-    )
+    rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, [Segment.given(()), Segment(generated)])
     rollout = replace(rollout, **fields)  # type: ignore[arg-type]
     with closing(PartialBuffer(run.partials)) as partials:
         partials.save(state, [rollout], lambda each, start: segments_from(each.segments[1:], start))
@@ -145,7 +143,7 @@ def test_tokens_of_versions_that_are_not_made_again_are_cut(
 def test_turns_after_a_cut_are_gone(newest: int, expected: list[int]) -> None:
     def sampled(*versions: int) -> Segment:
         array = np.array(versions, np.int32)
-        return Segment(array, np.zeros(len(array), np.float32), array, sampled=True)
+        return Segment(GeneratedTokens(array, np.zeros(len(array), np.float32), array))
 
     turns = [Segment.given((1, 2)), sampled(4, 5), Segment.given([3]), sampled(6, 7)]
     rollout = Rollout(RolloutId(0), GroupId(0), RolloutStatus.RUNNING, turns, FinishReason.STOP)

@@ -16,7 +16,7 @@ def trajectory(tokens: list[int], versions: list[int], carries_loss: list[bool])
         np.array(tokens, np.int32), np.full(len(tokens), -1, np.float32), np.array(versions, np.int32)
     )
     prompt = np.array([90, 91], np.int32)
-    rollout = Rollout(RolloutId(0), GroupId(0), RolloutStatus.FINISHED, [Segment.given(prompt), Segment.of(generated)])
+    rollout = Rollout(RolloutId(0), GroupId(0), RolloutStatus.FINISHED, [Segment.given(prompt), Segment(generated)])
     return trajectory_of(rollout, 1.0, 1.0, np.array(carries_loss))
 
 

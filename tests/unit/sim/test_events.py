@@ -19,6 +19,7 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost, RateTable
 from midflight.sim.lengths import CycledLengths, lognormal, uniform
+from midflight.sim.simulator.engines import Engine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import Failure, Failures
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
@@ -74,6 +75,15 @@ def test_a_draining_batch_speeds_up_as_it_empties() -> None:
     )
     steps = [3.0, 3.0 + 0.5, 2.0 + 0.5, 2.0 + 0.75, 2.0 + 1.0]
     assert simulate(run).batches[0].handed_over.time == pytest.approx(sum(steps))
+
+
+def test_an_update_before_the_first_token_adds_no_version() -> None:
+    engine = Engine(0, StepTimes(AffineCost(1.0)))
+    rollout = SimRollout(rollout_id=0, group_id=0, length=3)
+    engine.add(rollout, time=0.0)
+    engine.adopt(0.0, pause=0.0)
+    assert engine.take_ended() == [rollout]
+    assert rollout.num_versions == 1
 
 
 def test_the_same_run_twice_is_the_same() -> None:

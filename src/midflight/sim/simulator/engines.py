@@ -41,9 +41,7 @@ class SimRollout:
     num_carried: int = 0  # tokens it had when it was last interrupted
     num_versions: int = 0  # of those in whole segments
     last_update: int = -1  # how many updates the last of those had seen
-    # Of the segment that is being sampled:
-    start: int = 0  # step
-    first_update: int = 0
+    start: int = 0  # step, of the segment that is being sampled
 
 
 class StepTimes(dict[int, float]):
@@ -91,7 +89,7 @@ class Engine:
         """Its first token comes from the first step that begins at `time` or later."""
         self.run_to(time)
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._ends)
-        rollout.start, rollout.first_update = self.step, len(self.update_steps)
+        rollout.start = self.step
         heapq.heappush(self._ends, (self.step + rollout.length - rollout.num_tokens, slot, rollout))
         self._num_held += rollout.num_tokens
         self._changed()
@@ -178,9 +176,11 @@ class Engine:
 
     def _close(self, rollout: SimRollout) -> None:
         """The segment that ends with the last step."""
-        num_tokens, first_update = self.step - rollout.start, rollout.first_update
+        num_tokens = self.step - rollout.start
         if not num_tokens:
             return
+        # An update of the time at which the rollout was added came before its first token.
+        first_update = bisect_right(self.update_steps, rollout.start)
         last_update = bisect_right(self.update_steps, self.step - 1)
         segment = Segment(self.index, rollout.start, num_tokens, first_update, rollout.num_tokens)
         rollout.segments = (*rollout.segments, segment)

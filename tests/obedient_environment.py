@@ -40,6 +40,30 @@ class ObedientEnvironment:
         return result
 
 
+class ObedientTurns(ObedientEnvironment):
+    """With turns: `say TEXT` and `chat TEXT` go on, `said` tells what was said, `count` is worth the turns."""
+
+    def reset(self, problem: Problem) -> str:
+        self._responses: list[str] = []
+        return problem.prompt
+
+    def step(self, response: str) -> Any:
+        self._responses.append(response)
+        name, _, argument = response.partition(" ")
+        match name:
+            case "say":
+                return argument
+            case "said":
+                return ", ".join(self._responses)
+            case "chat":
+                return [{"role": "user", "content": argument}]
+            case "chat_badly":
+                return [{"role": "user"}]
+            case "count":
+                return Grade(float(len(self._responses)))
+        return _DEEDS[name](argument)
+
+
 class UnspeakableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("an error within an error")

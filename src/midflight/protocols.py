@@ -21,6 +21,7 @@ from midflight.types import (
     ReadyGroup,
     RolloutId,
     TensorSpec,
+    Text,
 )
 
 if TYPE_CHECKING:
@@ -59,11 +60,8 @@ class Schedule(Protocol):
         ...
 
 
-class Environment(Protocol):
-    """What is learned: problems, and what an answer to one is worth.
-
-    Its constructor gets `task.options` as keyword arguments, and the run's `seed` if it takes that name or **kwargs.
-    """
+class Problems(Protocol):
+    """The problems of a task."""
 
     def problem(self, index: int) -> Problem:
         """The `index`-th training problem; a pure function of the environment's options and `index`."""
@@ -72,6 +70,10 @@ class Environment(Protocol):
     def held_out_problems(self, num_problems: int) -> list[Problem]:
         """Problems that `problem()` never returns, the same ones every time."""
         ...
+
+
+class GradedTask(Problems, Protocol):
+    """A task of one turn: the prompt is the problem's, and a response is graded at once."""
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """The reward of a response. May raise: the rollout then counts as failed."""
@@ -113,20 +115,44 @@ class Tokenizer(Protocol):
     def save_pretrained(self, save_directory: Path) -> object: ...
 
 
+@runtime_checkable
+class Environment(Problems, Protocol):
+    """A task of one or more turns.
+
+    Every episode is a shallow copy of the environment, so `reset` and `step` may set attributes of `self`; they must
+    not change objects that other episodes share. Episodes run in other processes, and an episode may be continued in
+    another one, which repeats its earlier steps: answers must depend on the problem and the responses only.
+
+    Its constructor gets `task.options` as keyword arguments, and the run's `seed` if it takes that name or **kwargs.
+    """
+
+    def reset(self, problem: Problem) -> Text:
+        """Begin an episode, and return its prompt. Also called by the rollout process, for the prompt alone."""
+        ...
+
+    def step(self, response: str) -> Text | Grade:
+        """Take the response of this turn; return the text of the next turn, or the grade that ends the episode.
+
+        May raise: the rollout then counts as failed. A rollout without room for another turn ends with reward 0 if
+        the last answer is not a grade.
+        """
+        ...
+
+
 class Grader(Protocol):
-    """Grades responses beside generation: a slow or broken verifier costs its own rollout and nobody's time."""
+    """Runs episodes beside generation: a slow or broken environment costs its own rollout and nobody's time."""
 
     @property
     def num_pending(self) -> int:
-        """Responses submitted whose result was not returned yet."""
+        """Responses submitted whose answer was not returned yet."""
         ...
 
-    def submit(self, rollout_id: RolloutId, problem: Problem, response: str) -> None:
-        """Never waits for a verifier."""
+    def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
+        """Hand over the last of the responses, with all that came before it. Never waits for an environment."""
         ...
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
-        """What has been graded since the last call, in any order; waits up to `timeout_s` for the first."""
+        """The answers since the last call, in any order; waits up to `timeout_s` for the first."""
         ...
 
 

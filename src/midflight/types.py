@@ -7,6 +7,7 @@ Every `[T]` array is indexed by token: entry `t` is about token `t` itself. Posi
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -41,13 +42,18 @@ class Grade:
     components: dict[str, float] = field(default_factory=dict)
 
 
+Message = dict[str, str]  # of a conversation: role and content
+Text = str | list[Message]
+
+
 @dataclass(frozen=True, slots=True)
 class GradedResponse:
-    """What came of one response that was handed to a grader: a grade, or why there is none."""
+    """An environment's answer to one response: a grade, or the text of the next turn, or why there is neither."""
 
     rollout_id: RolloutId
     grade: Grade | None
     failure: str = ""
+    text: Text | None = None
 
 
 # --- generation -------------------------------------------------------------------------------------------------
@@ -83,6 +89,8 @@ class FinishReason(enum.Enum):
 class GenerationRequest:
     """One sequence to generate. `generated` is what an earlier, interrupted attempt already sampled.
 
+    The prompt of a later turn is everything before it, with `first_position` sampled tokens.
+
     `score_prompt`: the completion says how likely the prompt's tokens were; then `max_tokens` may be 0.
 
     The random numbers depend on (`seed`, `rollout_id`, position) only, so an interrupted request goes on as if
@@ -95,6 +103,8 @@ class GenerationRequest:
     seed: int
     generated: GeneratedTokens | None = None
     score_prompt: bool = False
+    first_position: int = 0  # of the first token to sample, among all sampled tokens of the rollout
+    prompt_version: int = 0  # newest weights that sampled a token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,18 @@ class GeneratedTokens:
     @classmethod
     def none(cls) -> GeneratedTokens:
         return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[GeneratedTokens]) -> GeneratedTokens:
+        """All tokens of the parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        parts = [cls.none(), *parts]
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.weight_versions for part in parts]),
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -140,23 +162,57 @@ class RolloutStatus(enum.Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one turn that were sampled, or given (prompt, text of the environment): then logprobs are zero."""
+
+    tokens: GeneratedTokens
+    sampled: bool = True
+
+    @classmethod
+    def given(cls, token_ids: Sequence[int] | Int32Array) -> Segment:
+        ids = np.asarray(token_ids, np.int32)
+        return cls(GeneratedTokens(ids, np.zeros(len(ids), np.float32), np.zeros_like(ids)), sampled=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 @dataclass(slots=True)
 class Rollout:
     """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward.
 
-    RUNNING with a finish reason means that it is generated and waits for its grade.
+    RUNNING with a finish reason means that the turn has ended, and the environment has not answered. Given and sampled
+    segments alternate; the prompt is the first.
     """
 
     rollout_id: RolloutId
     group_id: GroupId
     status: RolloutStatus
-    prompt_token_ids: Int32Array
-    generated: GeneratedTokens
-    finish_reason: FinishReason | None = None
+    segments: list[Segment]
+    finish_reason: FinishReason | None = None  # of the last turn
     reward: float = 0.0
     reward_components: dict[str, float] = field(default_factory=dict)
     failure: str = ""  # why, when FAILED
-    num_carried: int = 0  # tokens it had when it was last interrupted
+    num_carried: int = 0  # sampled tokens it had when it was last interrupted
+
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        return self.segments[0].tokens.token_ids
+
+    @property
+    def turns(self) -> list[GeneratedTokens]:
+        """The sampled tokens of each turn."""
+        return [segment.tokens for segment in self.segments if segment.sampled]
+
+    @property
+    def generated(self) -> GeneratedTokens:
+        """The sampled tokens of all turns."""
+        return GeneratedTokens.joined(self.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(map(len, self.turns))
 
     @property
     def is_done(self) -> bool:
@@ -228,20 +284,6 @@ class Microbatch:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCounts:
-    """Where every group that was started has gone; `started` is the sum of the others."""
-
-    started: int = 0
-    trained: int = 0
-    dropped: int = 0  # by a rule the user chose
-    failed: int = 0
-    unfinished: int = 0
-
-    def adds_up(self) -> bool:
-        return self.started == self.trained + self.dropped + self.failed + self.unfinished
-
-
 @dataclass(slots=True)
 class ActorState:
     """What the actor needs to go on after this batch: which groups are open, where the dataset stands."""
@@ -257,7 +299,7 @@ class ActorState:
     num_updates: int = 0  # new weights adopted by the engine
     num_aborted: int = 0  # rollouts the schedule interrupted; each goes on later
     # Response lengths since the last batch, in tokens:
-    generated_lengths: list[int] = field(default_factory=list)  # of rollouts whose generation is done
+    generated_lengths: list[int] = field(default_factory=list)  # of rollouts that were generated and answered
     dropped_lengths: list[int] = field(default_factory=list)  # of those in filtered and dropped groups
 
 
@@ -322,7 +364,7 @@ class FleetView:
     num_engines: int  # that generate now; 1 while one is waited for
     num_waiting: int  # rollouts of open groups that are to be admitted, interrupted ones first
     num_in_flight: int  # rollouts started whose own generation is not done, on all engines
-    num_ungraded: int  # rollouts whose generation is done and that wait for their grades
+    num_ungraded: int  # rollouts whose turn has ended, and that wait for the environment's answer
     num_finished: int  # rollouts, since the run began
     most_versions_in_flight: int  # weight versions in the rollout in flight that has tokens of the most
     oldest_open_group: GroupId | None  # the earliest started group that is not finished

@@ -11,7 +11,7 @@ from midflight.actor.grading_pool import GradingPool
 from midflight.protocols import Grader
 from midflight.testing.fakes import ImmediateGrader
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
-from obedient_environment import ObedientEnvironment
+from obedient_environment import ObedientEnvironment, ObedientTurns
 
 TIMEOUT_S = 60.0
 PROBLEM = Problem("0", "0", "0")
@@ -27,10 +27,30 @@ def grader(request: pytest.FixtureRequest) -> Iterator[Grader]:
         yield pool
 
 
+@pytest.fixture(scope="module", params=["immediate", "pool"])
+def turns(request: pytest.FixtureRequest) -> Iterator[Grader]:
+    """With an environment that has turns."""
+    if request.param == "immediate":
+        yield ImmediateGrader(ObedientTurns())
+        return
+    with GradingPool(ObedientTurns, num_processes=2, timeout_s=TIMEOUT_S) as pool:
+        yield pool
+
+
+def answers(grader: Grader, episodes: dict[int, list[str]]) -> dict[int, GradedResponse]:
+    """What came of the last response of each."""
+    for rollout_id, responses in episodes.items():
+        grader.submit(RolloutId(rollout_id), PROBLEM, responses)
+    results: list[GradedResponse] = []
+    while grader.num_pending:
+        results += grader.results(TIMEOUT_S)
+    return {result.rollout_id: result for result in results}
+
+
 def graded(grader: Grader, responses: list[str]) -> list[GradedResponse]:
     """What came of the responses, in their order; each exactly once."""
     for index, response in enumerate(responses):
-        grader.submit(RolloutId(index), PROBLEM, response)
+        grader.submit(RolloutId(index), PROBLEM, [response])
     assert grader.num_pending == len(responses)
     results: list[GradedResponse] = []
     while grader.num_pending:
@@ -57,7 +77,7 @@ def test_nothing_submitted_is_nothing_graded(grader: Grader) -> None:
 def test_what_is_submitted_between_results_comes_back_too(grader: Grader) -> None:
     returned: list[int] = []
     for index in range(100):
-        grader.submit(RolloutId(index), PROBLEM, "reward 1")
+        grader.submit(RolloutId(index), PROBLEM, ["reward 1"])
         returned += [result.rollout_id for result in grader.results()]
     while grader.num_pending:
         returned += [result.rollout_id for result in grader.results(TIMEOUT_S)]
@@ -114,3 +134,47 @@ def test_a_verifier_may_print(grader: Grader) -> None:
 def test_a_verifier_may_use_processes_of_its_own(grader: Grader) -> None:
     results = graded(grader, ["square 7", "square 8"])
     assert [result.grade for result in results] == [Grade(49.0), Grade(64.0)]
+
+
+def test_an_episode_goes_on_until_its_grade(turns: Grader) -> None:
+    """Wherever its earlier turns were taken."""
+    said: dict[int, list[str]] = {index: [] for index in range(60)}
+    for turn in range(3):
+        said = {index: [*responses, f"say {index} {turn}"] for index, responses in said.items()}
+        for index, answer in answers(turns, said).items():
+            assert (answer.grade, answer.text, answer.failure) == (None, f"{index} {turn}", "")
+    ended = answers(turns, {index: [*responses, "count"] for index, responses in said.items()})
+    assert [ended[index].grade for index in range(60)] == [Grade(4.0)] * 60
+
+
+def test_an_episode_that_nobody_knows_is_repeated(turns: Grader) -> None:
+    assert answers(turns, {1: ["say a", "chat b", "count"]})[1].grade == Grade(3.0)
+
+
+def test_another_past_is_another_episode(turns: Grader) -> None:
+    """A rollout that lost tokens says something else the second time."""
+    answers(turns, {1: ["say a"]})
+    assert answers(turns, {1: ["say b", "said"]})[1].text == "say b, said"
+    assert answers(turns, {1: ["said"]})[1].text == "said"
+
+
+def test_messages_come_back_as_messages(turns: Grader) -> None:
+    assert answers(turns, {1: ["chat hello"]})[1].text == [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("responses", "reason"),
+    [
+        (["say a", "raise no"], "ZeroDivisionError: no"),
+        (["say a", "none"], "TypeError: step() returned a NoneType, neither text nor a Grade"),
+        (["chat_badly"], "TypeError: step() returned a message whose content is a NoneType"),
+        (["count", "say a"], "RuntimeError: the environment ended an episode that it had continued"),
+    ],
+)
+def test_a_turn_that_fails_costs_its_rollout_only(turns: Grader, responses: list[str], reason: str) -> None:
+    for index in range(1, len(responses)):
+        answers(turns, {1: responses[:index]})
+    results = answers(turns, {0: ["say a", "count"], 1: responses, 2: ["say a", "count"]})
+    assert results[1].grade is None
+    assert results[1].failure.startswith(reason)
+    assert results[0].grade == results[2].grade == Grade(2.0)

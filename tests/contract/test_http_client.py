@@ -54,6 +54,22 @@ def test_completions_are_those_of_the_engine(server, client: HTTPGenerator) -> N
     assert client.step() == []
 
 
+def test_a_later_turn_is_that_of_the_engine(server, client: HTTPGenerator) -> None:
+    """Its prompt may be longer than that of a first turn."""
+    prompt = np.arange(40, dtype=np.int32)
+    later = [replace(each, prompt_token_ids=prompt, first_position=9) for each in requests(6, SamplingParams(12))]
+    engine = tiny_engine(tiny_model())
+    engine.add(later)
+    server.http.post("/pause")
+    client.add(later)
+    server.http.post("/resume")
+    expected, completions = drain(engine), drain(client)
+    for rollout_id, completion in completions.items():
+        assert_same(completion, expected[rollout_id])
+    with pytest.raises(RequestError, match="its prompt has 40 tokens, not 1 to 32"):
+        client.add([replace(later[0], first_position=0)])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -14,7 +14,7 @@ from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.graphs import GraphedModel
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.loading import engine_model
-from midflight.errors import NonFiniteWeightsError, WeightUpdateError
+from midflight.errors import NonFiniteWeightsError, RequestError, WeightUpdateError
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
@@ -139,6 +139,30 @@ def test_an_interrupted_sequence_goes_on_as_if_nothing_had_happened() -> None:
     for rollout_id, completion in run_to_end(second).items():
         assert completion.generated.token_ids.tolist() == expected[rollout_id].generated.token_ids.tolist()
         np.testing.assert_allclose(completion.generated.logprobs, expected[rollout_id].generated.logprobs, atol=1e-5)
+
+
+def test_a_later_turn_draws_the_random_numbers_that_follow() -> None:
+    """Tokens that were sampled may stand in the prompt: what follows is the same as if they were resumed."""
+    asked = requests(6)
+    engine = tiny_engine(tiny_model())
+    engine.add(asked)
+    expected = run_to_end(engine)
+    for request in asked:
+        whole = expected[request.rollout_id].generated
+        num_before = len(whole) // 2
+        if not num_before:
+            continue
+        context = np.concatenate([request.prompt_token_ids, whole.token_ids[:num_before]])
+        room = replace(request.sampling, max_tokens=request.sampling.max_tokens - num_before)
+        engine.add([replace(request, prompt_token_ids=context, sampling=room, first_position=num_before)])
+    later = run_to_end(engine)
+    assert len(later) >= 3
+    for rollout_id, completion in later.items():
+        whole = expected[rollout_id].generated
+        assert completion.generated.token_ids.tolist() == whole.token_ids[len(whole) // 2 :].tolist()
+        assert completion.finish_reason is expected[rollout_id].finish_reason
+    with pytest.raises(RequestError, match="its prompt has 50 tokens, not 1 to 32"):
+        engine.add([replace(asked[0], prompt_token_ids=np.full(50, 2, np.int32), first_position=4)])
 
 
 def test_an_update_in_flight_keeps_tokens_and_keys_and_samples_on_with_the_new_weights() -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 from midflight.models.attention import PackedSequences
@@ -26,14 +27,16 @@ def logprobs_under(model: torch.nn.Module, weights: dict[str, torch.Tensor], mic
     return logprobs.squeeze(1).numpy()
 
 
+@pytest.mark.parametrize("task", ["chain_sums", "running_sums"])
 def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_sampled_them(
-    run_recipe: Callable,
+    run_recipe: Callable, task: str
 ) -> None:
     run = run_recipe(
-        "trainer.max_steps=12", "batch.batch_size=16", "schedule.num_in_flight=32", "trainer.learning_rate=1e-3"
+        *("trainer.max_steps=12", "batch.batch_size=16", "schedule.num_in_flight=32", "trainer.learning_rate=1e-3"),
+        f"task.type={task}",
     )
     model = load_model(run.recipe.model.path)
-    num_checked = num_mixed = 0
+    num_checked = num_mixed = num_turns = 0
     for batch in run.batches[:12]:
         for microbatch in batch.microbatches[0]:
             starts = np.concatenate([[0], np.cumsum(microbatch.sequence_lengths)])
@@ -46,6 +49,7 @@ def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_s
                 versions = microbatch.weight_versions[tokens]
                 assert (np.diff(versions) >= 0).all()
                 num_mixed += versions[0] != versions[-1]
+                num_turns += np.count_nonzero(np.diff(tokens) > 1)
                 # Until its first update a sequence has keys and values of one version only; a plain forward agrees.
                 unmixed = tokens[versions == versions[0]]
                 np.testing.assert_allclose(
@@ -53,6 +57,7 @@ def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_s
                 )
                 num_checked += len(unmixed)
     assert num_checked > 500
+    assert (num_turns > 0) == (task == "running_sums")
     assert num_mixed > 0, "no rollout lived through an update: the run shows nothing about updates in flight"
     assert max(line["versions_per_rollout/max"] for line in run.metrics) > 1
 

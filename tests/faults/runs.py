@@ -57,6 +57,15 @@ from midflight.types import Grade
 class LongSums(ChainSums):
     def grade(self, problem, response):
         return Grade(len(response) + 0.01 * response.count("1"))  # hardly two alike: all of them are trained on
+
+class LongTurns(LongSums):
+    def reset(self, problem):
+        self.said = []
+        return problem.prompt
+
+    def step(self, response):
+        self.said.append(response)
+        return "b2c3d4e5f6g7:" if len(self.said) < 3 else self.grade(None, "".join(self.said))
 """
 
 
@@ -196,11 +205,14 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
             assert (np.diff(versions) >= 0).all(), "a token follows one of a newer version"
 
 
-def long_sums(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Settings of a task whose answers are long, and of which hardly two are worth the same: all are trained on."""
+def long_sums(directory: Path, monkeypatch: pytest.MonkeyPatch, task: str = "LongSums") -> tuple[str, ...]:
+    """Settings of a task whose answers are long, and of which hardly two are worth the same: all are trained on.
+
+    "LongTurns" has three turns.
+    """
     (directory / "long_sums.py").write_text(_LONG_SUMS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(Path(midflight.__file__).parents[1])]))
-    return "task.type=long_sums:LongSums", "task.options.min_terms=12"
+    return f"task.type=long_sums:{task}", "task.options.min_terms=12"
 
 
 def saved_partials(run: RunDirectory) -> list[Rollout]:

@@ -23,7 +23,7 @@ from midflight.actor import grading_pool
 from midflight.actor.grading_pool import GradingPool
 from midflight.errors import RolloutError
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
-from obedient_environment import ObedientEnvironment
+from obedient_environment import ObedientEnvironment, ObedientTurns
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -39,7 +39,7 @@ def pool_with(num_processes: int = 1, timeout_s: float = TIMEOUT_S) -> GradingPo
 
 def submit(pool: GradingPool, responses: list[str]) -> None:
     for index, response in enumerate(responses):
-        pool.submit(RolloutId(index), PROBLEM, response)
+        pool.submit(RolloutId(index), PROBLEM, [response])
 
 
 def all_results(pool: GradingPool) -> list[GradedResponse]:
@@ -183,13 +183,23 @@ def test_all_processes_are_used(tmp_path: Path) -> None:
         assert len({*pids_in(tmp_path / "pids"), results[2].grade.components["pid"]}) == 3
 
 
+def test_an_episode_survives_the_process_it_is_in() -> None:
+    with GradingPool(ObedientTurns, 1, timeout_s=TIMEOUT_S) as pool:
+        pool.submit(RolloutId(0), PROBLEM, ["say a"])
+        assert [result.text for result in all_results(pool)] == ["a"]
+        pool.submit(RolloutId(1), PROBLEM, ["kill"])
+        assert [result.grade for result in all_results(pool)] == [None]
+        pool.submit(RolloutId(0), PROBLEM, ["say a", "count"])
+        assert [result.grade for result in all_results(pool)] == [Grade(2.0)]
+
+
 def test_submitting_waits_for_nobody() -> None:
     """A gigabyte of work for processes that hang; it would not fit into any pipe."""
     with pool_with(num_processes=2, timeout_s=PATIENCE_S) as pool:
         submit(pool, ["spin", "spin"])
         response = "length " + "x" * 100_000
         for index in range(10_000):
-            pool.submit(RolloutId(2 + index), PROBLEM, response)
+            pool.submit(RolloutId(2 + index), PROBLEM, [response])
             if index % 1000 == 0:
                 pool.results()
         assert pool.num_pending > 9_000

@@ -60,8 +60,11 @@ def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_
 
 
 @pytest.mark.timeout(400)
-def test_the_tokens_of_a_killed_rollout_process_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = long_sums(tmp_path, monkeypatch)
+@pytest.mark.parametrize("kind", ["LongSums", "LongTurns"])
+def test_the_tokens_of_a_killed_rollout_process_come_back(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = long_sums(tmp_path, monkeypatch, kind)
     run = RunDirectory(tmp_path / "run")
     with training(RECIPE, f"run.directory={run.path}", *SETTINGS, *ENDS, *task, "schedule.num_in_flight=32") as process:
         wait_for(process, lambda: num_lines(run) >= 4 and len(saved_partials(run)) >= 8)
@@ -69,6 +72,7 @@ def test_the_tokens_of_a_killed_rollout_process_come_back(tmp_path: Path, monkey
         process.communicate(timeout=TIMEOUT_S)
     saved = saved_partials(run)
     assert saved, "something was in flight, and nothing was kept of it"
+    assert any(len(rollout.turns) > 1 for rollout in saved) == (kind == "LongTurns")
     for rollout in saved:
         assert len(rollout.generated.weight_versions) == len(rollout.generated.logprobs) == len(rollout.generated)
         assert rollout.generated.weight_versions.min() >= 0

@@ -12,28 +12,24 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from midflight.actor.episodes import Episodes, turn_of
 from midflight.actor.ledger import Ledger
-from midflight.errors import RequestError, RolloutError
-from midflight.models.text import encode_prompt, response_text
-from midflight.protocols import Environment, Generator, Grader, Tokenizer
+from midflight.errors import RolloutError
+from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
 from midflight.types import (
     ActorCheckpoint,
     ActorState,
     BatchChoice,
     ChosenBatch,
-    Completion,
     FleetView,
-    GeneratedTokens,
-    GenerationRequest,
-    GradedResponse,
     GroupId,
+    Problem,
     Rollout,
     RolloutGroup,
     RolloutId,
     RolloutStatus,
     SamplingParams,
+    Segment,
 )
 
 # A verifier that never works should end a run, not keep it busy for ever.
@@ -48,6 +44,7 @@ class ActorConfig:
     group_size: int
     sampling: SamplingParams
     seed: int
+    max_length: int | None = None  # of a rollout, with its prompt and all turns, tokens; None: no limit
     dynamic_sampling: bool = False  # groups whose rewards are all equal are left out and replaced (DAPO)
     max_filtered_in_a_row: int = 1024  # groups; the run ends after so many without one that is not
 
@@ -57,7 +54,7 @@ class Actor:
         self,
         config: ActorConfig,
         generator: Generator,
-        environment: Environment,
+        environment: Environment | GradedTask,
         grader: Grader,
         tokenizer: Tokenizer,
         checkpoint: ActorCheckpoint | None = None,
@@ -66,8 +63,9 @@ class Actor:
         self._config = config
         self._generator = generator
         self._environment = environment
-        self._grader = grader
-        self._tokenizer = tokenizer
+        self._episodes = Episodes(
+            generator, environment, grader, tokenizer, config.sampling, config.seed, config.max_length
+        )
         self.ledger = Ledger(config.batch_size, config.group_size, checkpoint.state if checkpoint else None)
         self._groups: dict[GroupId, RolloutGroup] = {}  # open or ready
         self._failed_in_a_row = self._filtered_in_a_row = 0
@@ -88,31 +86,33 @@ class Actor:
         for group in self._groups.values():
             yield from group.rollouts
 
-    def tokens_of(self, rollout: Rollout, start: int) -> GeneratedTokens:
-        """What a rollout has generated so far, from its `start`-th token on."""
-        if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
-            with contextlib.suppress(KeyError):  # it has just ended; `step` will say so
-                return self._generator.generated(rollout.rollout_id, start)
-        return rollout.generated.part(start)
+    def tokens_of(self, rollout: Rollout, start: int) -> list[Segment]:
+        """The tokens after its prompt so far, without the first `start`."""
+        return self._episodes.tokens_of(rollout, start)
 
     # --- verbs ------------------------------------------------------------------------------------------------
 
     def admit(self, num_rollouts: int) -> None:
         """Start so many rollouts, opening groups as needed."""
-        for _ in range(num_rollouts):
-            self._start(self._rollout(self.ledger.admit()))
+        rollouts = [self._rollout(self.ledger.admit()) for _ in range(num_rollouts)]
+        self._episodes.start([(rollout, self._problem_of(rollout)) for rollout in rollouts])
+        for rollout in rollouts:
+            self._note(rollout)
 
     def step(self) -> None:
-        """One token for everything in flight; what has ended goes to the grader."""
-        completions = self._generator.step()
-        for completion in sorted(completions, key=lambda completion: completion.rollout_id):
-            self._finish(completion)
+        """One token for everything in flight; the responses of turns that ended go to the environment."""
+        with self._counting_tokens():
+            ended = self._episodes.step()
+        for rollout in ended:
+            self.ledger.ended(rollout.rollout_id)
+            if rollout.status is RolloutStatus.FAILED:
+                self._note(rollout)
 
     def collect_grades(self, timeout_s: float = 0.0) -> None:
-        """Take in what the grader has done; waits up to `timeout_s` for the first."""
+        """Take in the environment's answers; waits up to `timeout_s` for the first."""
         if self.ledger.num_ungraded:
-            for graded in self._grader.results(timeout_s):
-                self._take_grade(graded)
+            for rollout in self._episodes.answers(timeout_s):
+                self._note(rollout)
 
     def note_update(self) -> None:
         self.ledger.state.num_updates += 1
@@ -136,7 +136,7 @@ class Actor:
         """Take everything out of the generator, with the tokens it has."""
         self._interrupt()
 
-    # --- starting and ending rollouts -------------------------------------------------------------------------
+    # --- rollouts ---------------------------------------------------------------------------------------------
 
     def _rollout(self, rollout_id: RolloutId) -> Rollout:
         """The ledger opens groups by their ids alone; here they get their problems."""
@@ -147,77 +147,45 @@ class Actor:
 
     def _new_group(self, group_id: GroupId) -> RolloutGroup:
         problem = self._environment.problem(group_id)
-        prompt = np.array(encode_prompt(self._tokenizer, problem.prompt), np.int32)
+        prompt = self._episodes.prompt(problem)
         first = group_id * self._config.group_size
         rollouts = [
-            Rollout(RolloutId(first + member), group_id, RolloutStatus.PARTIAL, prompt, GeneratedTokens.none())
+            Rollout(RolloutId(first + member), group_id, RolloutStatus.PARTIAL, [prompt])
             for member in range(self._config.group_size)
         ]
         return RolloutGroup(group_id, problem, rollouts)
 
-    def _start(self, rollout: Rollout) -> None:
-        request = GenerationRequest(
-            rollout_id=rollout.rollout_id,
-            prompt_token_ids=rollout.prompt_token_ids,
-            sampling=self._config.sampling,
-            seed=self._config.seed,
-            generated=rollout.generated if len(rollout.generated) else None,
-        )
-        try:
-            self._generator.add([request])
-        except RequestError as error:  # a prompt that is too long, say
-            self._fail(rollout, f"{type(error).__name__}: {error}")
-        else:
-            rollout.status = RolloutStatus.RUNNING
-            version = self._generator.weight_version
-            num_versions = len({version, *rollout.generated.weight_versions.tolist()})
-            self.ledger.started(rollout.rollout_id, num_versions, version)
+    def _problem_of(self, rollout: Rollout) -> Problem:
+        return self._groups[rollout.group_id].problem
+
+    @contextlib.contextmanager
+    def _counting_tokens(self) -> Iterator[None]:
+        before = self._episodes.num_generated
+        yield
+        self.ledger.state.generated_tokens += self._episodes.num_generated - before
 
     def _interrupt(self) -> int:
-        completions = self._generator.abort(self.ledger.in_flight)
-        for completion in completions:
-            rollout = self._rollout(completion.rollout_id)
-            self._take_tokens(rollout, completion)
-            rollout.status = RolloutStatus.PARTIAL
-            rollout.num_carried = len(rollout.generated)
-        self.ledger.interrupted([completion.rollout_id for completion in completions])
-        return len(completions)
+        with self._counting_tokens():
+            interrupted = self._episodes.interrupt(self.ledger.in_flight)
+        self.ledger.interrupted([rollout.rollout_id for rollout in interrupted])
+        return len(interrupted)
 
-    def _finish(self, completion: Completion) -> None:
-        rollout = self._rollout(completion.rollout_id)
-        self._take_tokens(rollout, completion)
-        rollout.finish_reason = completion.finish_reason
-        self.ledger.ended(rollout.rollout_id, len(rollout.generated))
-        if np.isfinite(rollout.generated.logprobs).all():
-            self._submit(rollout)
+    def _note(self, rollout: Rollout) -> None:
+        """Report to the ledger that a rollout was started, for its first turn or a later one, or that it is done."""
+        if rollout.status is RolloutStatus.RUNNING:
+            version = self._generator.weight_version
+            versions = {version, *rollout.generated.weight_versions.tolist()}
+            self.ledger.started(rollout.rollout_id, len(versions), version)
+        elif rollout.status is RolloutStatus.FINISHED:
+            self._failed_in_a_row = 0
+            self._done(rollout)
         else:
-            self._fail(rollout, "the policy that sampled it has log-probabilities that are no numbers")
+            self._fail(rollout)
 
-    def _take_tokens(self, rollout: Rollout, completion: Completion) -> None:
-        self.ledger.state.generated_tokens += len(completion.generated) - len(rollout.generated)
-        rollout.generated = completion.generated
-
-    # --- grades -----------------------------------------------------------------------------------------------
-
-    def _submit(self, rollout: Rollout) -> None:
-        problem = self._groups[rollout.group_id].problem
-        text = response_text(self._tokenizer, rollout.generated, rollout.finish_reason)
-        self._grader.submit(rollout.rollout_id, problem, text)
-
-    def _take_grade(self, graded: GradedResponse) -> None:
-        rollout = self._rollout(graded.rollout_id)
-        if graded.grade is None:
-            self._fail(rollout, graded.failure)
-            return
-        self._failed_in_a_row = 0
-        rollout.status = RolloutStatus.FINISHED
-        rollout.reward, rollout.reward_components = graded.grade.reward, graded.grade.components
-        self._done(rollout)
-
-    def _fail(self, rollout: Rollout, why: str) -> None:
+    def _fail(self, rollout: Rollout) -> None:
         """One failed rollout is data; an unbroken run of failures stops the run."""
+        why = rollout.failure
         logger.warning("rollout %d of group %d failed: %s", rollout.rollout_id, rollout.group_id, why)
-        rollout.status, rollout.failure = RolloutStatus.FAILED, why
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
             raise RolloutError(f"{self._failed_in_a_row} rollouts in a row failed; the last one: {why}")
@@ -226,7 +194,7 @@ class Actor:
     # --- closing groups ---------------------------------------------------------------------------------------
 
     def _done(self, rollout: Rollout) -> None:
-        if not self.ledger.done(rollout.rollout_id):
+        if not self.ledger.done(rollout.rollout_id, rollout.num_sampled):
             return
         group = self._groups[rollout.group_id]
         failures = [member.failure for member in group.rollouts if member.status is RolloutStatus.FAILED]
@@ -259,7 +227,9 @@ class Actor:
             group = self._groups[group_id] = self._new_group(group_id)
             members = by_group[group_id]
             group.rollouts = [
-                replace(members.get(rollout.rollout_id, rollout), prompt_token_ids=rollout.prompt_token_ids)
+                _with_prompt(members[rollout.rollout_id], rollout.segments[0])
+                if rollout.rollout_id in members
+                else rollout
                 for rollout in group.rollouts
             ]
         for group in list(self._groups.values()):
@@ -269,19 +239,24 @@ class Actor:
     def _take_up(self, rollout: Rollout) -> None:
         if not rollout.is_done and rollout.finish_reason is None:
             # Of one that was running when its process was killed, the tokens since its start were never counted.
-            self.ledger.state.generated_tokens += len(rollout.generated) - rollout.num_carried
-            rollout.num_carried = len(rollout.generated)
+            num_before = rollout.num_sampled - len(turn_of(rollout))
+            self.ledger.state.generated_tokens += rollout.num_sampled - max(rollout.num_carried, num_before)
+            rollout.num_carried = rollout.num_sampled
             self.ledger.put_back(rollout.rollout_id)
-            return
-        self.ledger.took_over(rollout.rollout_id)
-        if rollout.is_done:
+        elif rollout.is_done:
+            self.ledger.took_over(rollout.rollout_id)
             self._done(rollout)
         else:
-            self._submit(rollout)
+            self.ledger.took_over(rollout.rollout_id, is_graded=False)
+            self._episodes.submit(rollout, self._problem_of(rollout))
+
+
+def _with_prompt(rollout: Rollout, prompt: Segment) -> Rollout:
+    return replace(rollout, segments=[prompt, *rollout.segments[1:]])
 
 
 def _lengths(group: RolloutGroup) -> list[int]:
-    return [len(rollout.generated) for rollout in group.rollouts]
+    return [rollout.num_sampled for rollout in group.rollouts]
 
 
 def _has_no_signal(group: RolloutGroup) -> bool:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 from midflight.actor.failures import reason_of
-from midflight.actor.grading import grade_response
+from midflight.actor.grading import LiveEpisodes
 from midflight.errors import RolloutError
-from midflight.protocols import Environment
+from midflight.protocols import Environment, GradedTask
 from midflight.types import GradedResponse, Problem, RolloutId
 
 # Handed over at once: saves messages, yet holds few responses up behind a slow one, and all that fits the pipe.
@@ -42,13 +42,14 @@ _MAX_ATTEMPTS = 2
 _MAX_TIMEOUTS_IN_A_ROW = 8  # each costs its full time, so a verifier that only hangs must end the run soon
 _START_TIMEOUT_S = 300.0  # an environment may load a dataset first
 
+MakeEnvironment = Callable[[], Environment | GradedTask]
 _READY, _BROKEN = "ready", "broken"
 
 
 class _Job(NamedTuple):
     rollout_id: RolloutId
     problem: Problem
-    response: str
+    responses: tuple[str, ...]  # of the episode so far: any process can take it up
     num_deaths: int = 0
 
 
@@ -60,7 +61,7 @@ class GradingPool:
     Raises: RolloutError if the environment cannot be made there, or nothing but timeouts comes back.
     """
 
-    def __init__(self, make_environment: Callable[[], Environment], num_processes: int, timeout_s: float) -> None:
+    def __init__(self, make_environment: MakeEnvironment, num_processes: int, timeout_s: float) -> None:
         self._make_environment, self._timeout_s = make_environment, timeout_s
         self._queue: deque[_Job] = deque()
         self._done: list[GradedResponse] = []
@@ -79,19 +80,19 @@ class GradingPool:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return False
-            self._turn(left_s)
+            self._exchange(left_s)
         return True
 
-    def submit(self, rollout_id: RolloutId, problem: Problem, response: str) -> None:
-        self._queue.append(_Job(rollout_id, problem, response))
+    def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
+        self._queue.append(_Job(rollout_id, problem, tuple(responses)))
         self._num_pending += 1
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         """What has been graded since the last call; waits up to `timeout_s` for the first."""
         deadline_s = time.monotonic() + timeout_s
-        self._turn(0.0)
+        self._exchange(0.0)
         while self._num_pending and not self._done and (left_s := deadline_s - time.monotonic()) > 0:
-            self._turn(left_s)
+            self._exchange(left_s)
         results, self._done = self._done, []
         self._num_pending -= len(results)
         return results
@@ -108,7 +109,7 @@ class GradingPool:
     ) -> None:
         self.close()
 
-    def _turn(self, timeout_s: float) -> None:
+    def _exchange(self, timeout_s: float) -> None:
         """Hand over, wait once, take in."""
         self._dispatch()
         next_deadline_s = min(worker.deadline_s for worker in self._workers)
@@ -142,7 +143,7 @@ class GradingPool:
         while self._queue and len(jobs) < num_jobs and num_characters < _MAX_CHARACTERS_AT_ONCE:
             job = self._queue.popleft()
             jobs.append(job)
-            num_characters += len(job.response)
+            num_characters += sum(map(len, job.responses))
         return jobs
 
     def _replace(self, index: int, died: bool) -> list[GradedResponse]:
@@ -181,7 +182,7 @@ class GradingPool:
 class _Worker:
     """The parent's end of one grading process."""
 
-    def __init__(self, make_environment: Callable[[], Environment]) -> None:
+    def __init__(self, make_environment: MakeEnvironment) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
         _limit_stalls(self._connection)
@@ -263,12 +264,12 @@ def _kill_group(process: BaseProcess) -> None:
     process.kill()
 
 
-def _grade_until_closed(make_environment: Callable[[], Environment], connection: Connection) -> None:
+def _grade_until_closed(make_environment: MakeEnvironment, connection: Connection) -> None:
     """The body of a grading process. What a verifier prints goes to the log of the process that started it."""
     os.setpgrp()  # Ctrl-C in a terminal does not reach it either; the run decides what that means
     _end_with_parent()
     try:
-        environment = make_environment()
+        episodes = LiveEpisodes(make_environment())
     except Exception as error:
         connection.send((_BROKEN, reason_of(error)))
         return
@@ -277,7 +278,7 @@ def _grade_until_closed(make_environment: Callable[[], Environment], connection:
         try:
             jobs: list[_Job] = connection.recv()
             for job in jobs:
-                connection.send(grade_response(environment, job.rollout_id, job.problem, job.response))
+                connection.send(episodes.answer(job.rollout_id, job.problem, job.responses))
         except (EOFError, BrokenPipeError, ConnectionResetError):  # nobody is left to grade for
             return
 

@@ -38,7 +38,7 @@ class Rollouts(Protocol):
 
 
 def iterate(schedule: Schedule, ledger: Ledger, rollouts: Rollouts) -> bool:
-    """Run one iteration: weights, interruptions, admissions, a token, batches. Return True if groups were handed over.
+    """Run one iteration: weights, interruptions, admissions, a token, batches. Return True if a batch was handed over.
 
     The schedule is asked only what can matter: updating if there are newer weights, aborting if something is in
     flight, choosing if a batch is ready. Finished groups stay ready while there is no room for a batch. This changes no
@@ -61,5 +61,5 @@ def iterate(schedule: Schedule, ledger: Ledger, rollouts: Rollouts) -> bool:
         if choice is None or not (choice.train or choice.drop):
             break
         rollouts.hand_over(choice)
-        handed_over = True
+        handed_over = handed_over or bool(choice.train)
     return handed_over

@@ -120,8 +120,12 @@ class Ledger:
         return self._waiting.popleft()
 
     def started(self, rollout_id: RolloutId, num_versions: int, version: int) -> None:
-        """An engine has it. `num_versions` counts the versions of its tokens, and `version`, which samples the next."""
+        """An engine has it, for its first turn or a later one.
+
+        `num_versions` counts the versions of its tokens, and `version`, which samples the next.
+        """
         self._note_version(version)
+        self._ungraded.discard(rollout_id)
         before_first = self._num_swaps - num_versions
         self._in_flight[rollout_id] = before_first
         heapq.heappush(self._oldest_in_flight, (before_first, rollout_id))
@@ -133,16 +137,17 @@ class Ledger:
         self._waiting.extendleft(sorted(rollout_ids, reverse=True))
         self.num_started -= len(rollout_ids)
 
-    def ended(self, rollout_id: RolloutId, num_tokens: int) -> None:
-        """Its last token was sampled; it now waits for its grade."""
+    def ended(self, rollout_id: RolloutId) -> None:
+        """Its turn ended; it now waits for a grade or the next turn."""
         del self._in_flight[rollout_id]
         self._ungraded.add(rollout_id)
-        self.state.generated_lengths.append(num_tokens)
 
-    def done(self, rollout_id: RolloutId) -> bool:
+    def done(self, rollout_id: RolloutId, num_tokens: int) -> bool:
         """It has a grade, or failed. Return True if it was the last of its group: the owner then says what becomes of
         the group."""
-        self._ungraded.discard(rollout_id)
+        if rollout_id in self._ungraded:
+            self._ungraded.remove(rollout_id)
+            self.state.generated_lengths.append(num_tokens)
         group_id = GroupId(rollout_id // self._group_size)
         num_left = self._open[group_id] - 1
         self._open[group_id] = num_left
@@ -154,10 +159,11 @@ class Ledger:
         """An unfinished rollout that waits behind all others."""
         self._waiting.append(rollout_id)
 
-    def took_over(self, rollout_id: RolloutId) -> None:
-        """A rollout whose generation had ended; `done` follows once it has a grade."""
+    def took_over(self, rollout_id: RolloutId, *, is_graded: bool = True) -> None:
+        """A rollout whose turn had ended; `done` follows, at once or when it has a grade."""
         self.num_started += 1
-        self._ungraded.add(rollout_id)
+        if not is_graded:
+            self._ungraded.add(rollout_id)
 
     # --- groups of which every member is done -----------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The partial-rollout buffer: what the actor holds, in a SQLite file that outlives the process.
 
     rollouts   one row per rollout of an open group: what became of it so far
-    tokens     what it generated, in pieces with checksums, each written once: a token costs as much in a long rollout
-               as in a short one
+    tokens     what followed its prompt, in pieces with checksums, each written once: a token costs as much in a long
+               rollout as in a short one
     actor      one row: the actor's counts
 
 Prompts are not in it, they follow from the group's number. Every `save` is one transaction, so what is read back is the
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from midflight.errors import StreamError
 from midflight.streams.codec import Codec
@@ -32,6 +34,7 @@ from midflight.types import (
     Rollout,
     RolloutId,
     RolloutStatus,
+    Segment,
 )
 
 _APPLICATION_ID = 0x4D465052  # "MFPR"
@@ -42,8 +45,8 @@ _TABLES = (
     "CREATE TABLE tokens (rollout_id INTEGER, start INTEGER, piece BLOB NOT NULL, crc INTEGER NOT NULL,"
     " PRIMARY KEY (rollout_id, start)) WITHOUT ROWID",
 )
-_NO_PROMPT = np.zeros(0, np.int32)
-_PIECE = np.dtype([("token_ids", "<i4"), ("logprobs", "<f4"), ("weight_versions", "<i4")])
+_NO_PROMPT = Segment.given(())
+_PIECE = np.dtype([("token_ids", "<i4"), ("logprobs", "<f4"), ("weight_versions", "<i4"), ("sampled", "?")])
 
 
 class _Saved(NamedTuple):
@@ -82,10 +85,11 @@ class PartialBuffer:
         self,
         state: ActorState,
         open_rollouts: Iterable[Rollout],
-        tokens_of: Callable[[Rollout, int], GeneratedTokens],
+        tokens_of: Callable[[Rollout, int], Sequence[Segment]],
     ) -> None:
-        """Make the file hold this state, these rollouts and no others; `tokens_of(rollout, n)` are all but its first n.
+        """Make the file hold this state, these rollouts and no others.
 
+        `tokens_of(rollout, n)` are the tokens after its prompt, without the first n.
         Writes what is new since the last save of this object; its first one replaces all that an earlier one left.
         """
         known = self._saved or {}
@@ -96,11 +100,12 @@ class PartialBuffer:
             before = known.get(rollout.rollout_id)
             num_known = before.num_tokens if before else 0
             new = tokens_of(rollout, num_known)
-            now = _Saved(rollout.status, rollout.finish_reason, rollout.num_carried, num_known + len(new))
+            num_tokens = num_known + sum(map(len, new))
+            now = _Saved(rollout.status, rollout.finish_reason, rollout.num_carried, num_tokens)
             saved[rollout.rollout_id] = now
             if before is None or before[:3] != now[:3]:
                 rollouts.append(_row(rollout))
-            if len(new):
+            if new:
                 piece = _packed(new)
                 tokens.append((rollout.rollout_id, num_known, piece, zlib.crc32(piece)))
         gone = [(rollout_id,) for rollout_id in known.keys() - saved.keys()]
@@ -134,8 +139,7 @@ class PartialBuffer:
             rollout_id=RolloutId(rollout_id),
             group_id=GroupId(group_id),
             status=RolloutStatus.PARTIAL if running else RolloutStatus(status),
-            prompt_token_ids=_NO_PROMPT,
-            generated=self._generated(rollout_id),
+            segments=[_NO_PROMPT, *self._segments(rollout_id)],
             finish_reason=FinishReason(finish_reason) if finish_reason else None,
             reward=reward,
             reward_components=json.loads(reward_components),
@@ -143,7 +147,7 @@ class PartialBuffer:
             num_carried=num_carried,
         )
 
-    def _generated(self, rollout_id: int) -> GeneratedTokens:
+    def _segments(self, rollout_id: int) -> list[Segment]:
         """Raises: StreamError if a piece is damaged, or one is missing before another."""
         pieces = b""
         for start, piece, crc in self._db.execute(
@@ -155,11 +159,18 @@ class PartialBuffer:
                 raise StreamError(f"damaged tokens of rollout {rollout_id}, from token {start} on")
             pieces += piece
         tokens = np.frombuffer(pieces, _PIECE)
-        return GeneratedTokens(
-            token_ids=tokens["token_ids"].astype(np.int32),
-            logprobs=tokens["logprobs"].astype(np.float32),
-            weight_versions=tokens["weight_versions"].astype(np.int32),
-        )
+        ends = np.flatnonzero(np.diff(tokens["sampled"])) + 1  # given and sampled segments alternate
+        return [_unpacked(part) for part in np.split(tokens, ends) if len(part)]
+
+
+def segments_from(segments: Iterable[Segment], start: int) -> list[Segment]:
+    """Their tokens from the `start`-th of all on."""
+    rest: list[Segment] = []
+    for segment in segments:
+        if start < len(segment):
+            rest.append(replace(segment, tokens=segment.tokens.part(start)))
+        start = max(0, start - len(segment))
+    return rest
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:
@@ -176,9 +187,20 @@ def _row(rollout: Rollout) -> tuple[object, ...]:
     )
 
 
-def _packed(tokens: GeneratedTokens) -> bytes:
+def _packed(segments: Sequence[Segment]) -> bytes:
+    tokens = GeneratedTokens.joined([segment.tokens for segment in segments])
     piece = np.empty(len(tokens), _PIECE)
     piece["token_ids"] = tokens.token_ids
     piece["logprobs"] = tokens.logprobs
     piece["weight_versions"] = tokens.weight_versions
+    piece["sampled"] = np.repeat([segment.sampled for segment in segments], list(map(len, segments)))
     return piece.tobytes()
+
+
+def _unpacked(piece: npt.NDArray[np.void]) -> Segment:
+    tokens = GeneratedTokens(
+        token_ids=piece["token_ids"].astype(np.int32),
+        logprobs=piece["logprobs"].astype(np.float32),
+        weight_versions=piece["weight_versions"].astype(np.int32),
+    )
+    return Segment(tokens, sampled=bool(piece["sampled"][0]))

@@ -32,7 +32,7 @@ class TaskConfig(Section):
 
 
 class SamplingConfig(Section):
-    max_tokens: int = Field(160, ge=1, description="longest response, tokens")
+    max_tokens: int = Field(160, ge=1, description="longest response, all turns together, tokens")
     temperature: float = Field(
         1.0,
         ge=TEMPERATURES[0],
@@ -61,7 +61,9 @@ class EngineConfig(Section):
         "auto",
         description="what is computed in; auto: the weights' own, but float32 on a CPU that only emulates bfloat16",
     )
-    max_prompt_tokens: int = Field(64, ge=1, description="longest prompt, tokens")
+    max_prompt_tokens: int = Field(
+        64, ge=1, description="longest prompt, with all that an environment adds in later turns, tokens"
+    )
     max_batched_tokens: int = Field(512, ge=16, description="of one step: decodes and pieces of prefills, tokens")
     kv_cache_mib: int | None = Field(
         None, ge=1, description="memory of the KV cache, MiB; default: all sequences in flight at their longest"

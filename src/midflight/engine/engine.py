@@ -213,9 +213,11 @@ class Engine:
         name = f"request {request.rollout_id}"
         if request.rollout_id in self._scheduler:
             raise RequestError(f"{name} is in flight already")
-        # A prompt that is only scored has the room of a response besides.
+        # A prompt that is only scored, or has responses of earlier turns, has room besides that of the longest prompt.
         only_scored = request.score_prompt and not sampling.max_tokens
-        max_prompt_tokens = limits.max_length if only_scored else limits.max_prompt_tokens
+        max_prompt_tokens = limits.max_prompt_tokens
+        if only_scored or request.first_position:
+            max_prompt_tokens = limits.max_length - sampling.max_tokens
         if not 0 < len(prompt) <= max_prompt_tokens:
             raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {max_prompt_tokens}")
         if prompt.min() < 0 or prompt.max() >= vocab_size:

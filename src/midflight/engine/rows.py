@@ -39,6 +39,7 @@ class RowTable:
         self.tables = np.zeros((num_rows, max_pages), np.int32)
         self.num_pages = np.zeros(num_rows, np.int64)
         self.prompt_lengths = np.zeros(num_rows, np.int64)
+        self.first_positions = np.zeros(num_rows, np.int64)  # sampled tokens of the prompt: of earlier turns
         self.prefix_lengths = np.zeros(num_rows, np.int64)  # of prompt and resumed tokens
         self.lengths = np.zeros(num_rows, np.int64)
         self.max_lengths = np.zeros(num_rows, np.int64)
@@ -66,7 +67,7 @@ class RowTable:
         if request.generated:
             self.logprobs[row, prompt_length:length] = request.generated.logprobs
             self.weight_versions[row, prompt_length:length] = request.generated.weight_versions
-        self.prompt_lengths[row] = prompt_length
+        self.prompt_lengths[row], self.first_positions[row] = prompt_length, request.first_position
         self.prefix_lengths[row] = self.lengths[row] = length
         self.max_lengths[row] = prompt_length + request.sampling.max_tokens
         self.num_cached[row] = self.num_pages[row] = 0
@@ -84,7 +85,8 @@ class RowTable:
         return self.tables[row, : self.num_pages[row]].tolist()  # type: ignore[no-any-return]
 
     def next_uniforms(self, rows: Int64Array) -> Float32Array:
-        return uniforms_at(self.stream_keys[rows], self.lengths[rows] - self.prompt_lengths[rows])
+        positions = self.first_positions[rows] + self.lengths[rows] - self.prompt_lengths[rows]
+        return uniforms_at(self.stream_keys[rows], positions)
 
     def append(
         self, rows: Int64Array, token_ids: Int32Array, logprobs: Float32Array, version: int

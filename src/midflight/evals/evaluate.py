@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from midflight.actor.episodes import Episodes
 from midflight.concurrency.doorbell import WAIT_SLICE_S
-from midflight.models.text import encode_prompt, response_text
-from midflight.protocols import Environment, Generator, Grader, Tokenizer
-from midflight.types import Float64Array, GenerationRequest, Problem, RolloutId, SamplingParams
+from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
+from midflight.types import Float64Array, GroupId, Problem, Rollout, RolloutId, RolloutStatus, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -46,33 +46,33 @@ class Examiner:
     """Asks held-out problems."""
 
     generator: Generator
-    environment: Environment
+    environment: Environment | GradedTask
     grader: Grader
     tokenizer: Tokenizer
     seed: int
+    max_length: int | None = None  # of a rollout, tokens
 
     def answers(self, problems: Sequence[Problem], sampling: SamplingParams) -> Answers:
         """One answer to each problem; one that has no grade is worth nothing.
 
         Raises: RolloutError if the grader gives up.
         """
-        generator, grader = self.generator, self.grader
-        prompts = [np.array(encode_prompt(self.tokenizer, problem.prompt), np.int32) for problem in problems]
-        generator.add(
-            [GenerationRequest(RolloutId(index), prompt, sampling, self.seed) for index, prompt in enumerate(prompts)]
+        episodes = Episodes(
+            self.generator, self.environment, self.grader, self.tokenizer, sampling, self.seed, self.max_length
         )
-        answers = Answers(np.zeros(len(problems)), np.zeros(len(problems)), [])
-        while generator.num_in_flight or grader.num_pending:
-            for completion in generator.step():
-                text = response_text(self.tokenizer, completion.generated, completion.finish_reason)
-                grader.submit(completion.rollout_id, problems[completion.rollout_id], text)
-                answers.lengths[completion.rollout_id] = len(completion.generated)
-            for graded in grader.results(0.0 if generator.num_in_flight else WAIT_SLICE_S):
-                if graded.grade is None:
-                    answers.failures.append(graded.failure)
-                else:
-                    answers.rewards[graded.rollout_id] = graded.grade.reward
-        return answers
+        rollouts = [
+            Rollout(RolloutId(index), GroupId(index), RolloutStatus.PARTIAL, [episodes.prompt(problem)])
+            for index, problem in enumerate(problems)
+        ]
+        episodes.start(list(zip(rollouts, problems, strict=True)))
+        while self.generator.num_in_flight or self.grader.num_pending:
+            episodes.step()
+            episodes.answers(0.0 if self.generator.num_in_flight else WAIT_SLICE_S)
+        return Answers(
+            np.array([rollout.reward for rollout in rollouts]),
+            np.array([rollout.num_sampled for rollout in rollouts], np.float64),
+            [rollout.failure for rollout in rollouts if rollout.status is RolloutStatus.FAILED],
+        )
 
 
 def evaluate(examiner: Examiner, sampling: SamplingParams, *, num_problems: int, hard_from: int) -> Evaluation:

@@ -211,6 +211,7 @@ class HTTPGenerator:
             "prompt": request.prompt_token_ids.tolist(),
             "seed": request.seed,
             "rollout_id": request.rollout_id,
+            "first_position": request.first_position,
             "logprobs": 0,
             "return_token_ids": True,
             "stream": True,

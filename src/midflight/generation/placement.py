@@ -31,7 +31,7 @@ class Placement:
         batches: dict[Member, list[GenerationRequest]] = {}
         for rollout_id in sorted(waiting) if members else ():
             request = waiting[rollout_id]
-            oldest = min(newest_version, int(request.generated.weight_versions.max())) if request.generated else 0
+            oldest = min(newest_version, newest_version_of(request))
             able = [member for member in members if (member.version or 0) >= oldest]
             if able:
                 batches.setdefault(self._choose(request, able, batches), []).append(request)
@@ -53,3 +53,8 @@ class Placement:
                 chosen = member
         self._newest_prompt = request.prompt_token_ids, chosen
         return chosen
+
+
+def newest_version_of(request: GenerationRequest) -> int:
+    """Newest weights that sampled a token it comes with: no older ones may sample the next."""
+    return max(request.prompt_version, int(request.generated.weight_versions.max()) if request.generated else 0)

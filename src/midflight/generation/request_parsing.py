@@ -125,7 +125,13 @@ def generation_requests(
     first = _own_rollout_id(seed, arrays) if body.rollout_id is None else RolloutId(body.rollout_id)
     return [
         GenerationRequest(
-            RolloutId(first + index), arrays[index // num_samples], sampling, seed, generated, score_prompts
+            RolloutId(first + index),
+            arrays[index // num_samples],
+            sampling,
+            seed,
+            generated,
+            score_prompts,
+            body.first_position,
         )
         for index in range(num_choices)
     ]

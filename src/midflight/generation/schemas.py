@@ -64,6 +64,9 @@ class GenerationOptions(Wire):
     rollout_id: RolloutIdField | None = Field(
         None, description="samples are a function of (seed, rollout_id, position); default: of seed and prompt"
     )
+    first_position: int = Field(
+        0, ge=0, lt=1 << 31, description="of the first sampled token; later turns count on from the earlier ones"
+    )
     generated: Generated | None = Field(None, description="go on after these tokens, as if never interrupted")
     min_weight_version: Version | None = Field(
         None, description="refuse, with 503, while the weights are older: a server that was started again, say"

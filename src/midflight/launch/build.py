@@ -57,6 +57,7 @@ def build_actor_config(recipe: Recipe, tokenizer: Tokenizer) -> ActorConfig:
         batch.group_size,
         build_sampling(recipe, recipe.model.path, tokenizer),
         recipe.run.seed,
+        recipe.max_length,
         batch.dynamic_sampling,
         batch.max_filtered_in_a_row,
     )

@@ -11,12 +11,15 @@ from midflight.actor.failures import reason_of
 from midflight.config import Recipe
 from midflight.errors import MidflightError, RecipeError
 from midflight.launch.importing import import_object
-from midflight.protocols import Environment
+from midflight.protocols import Environment, GradedTask
 
-ENVIRONMENTS = {"chain_sums": "midflight.envs.chain_sums:ChainSums"}
+ENVIRONMENTS = {
+    "chain_sums": "midflight.envs.chain_sums:ChainSums",
+    "running_sums": "midflight.envs.running_sums:RunningSums",
+}
 
 
-def build_environment(recipe: Recipe) -> Environment:
+def build_environment(recipe: Recipe) -> Environment | GradedTask:
     """Raises: RecipeError if the class cannot be found, does not take the recipe's options or cannot be made."""
     path = ENVIRONMENTS.get(recipe.task.type, recipe.task.type)
     if ":" not in path:
@@ -26,8 +29,10 @@ def build_environment(recipe: Recipe) -> Environment:
     if not callable(environment_class):
         raise RecipeError(f"task.type: {path!r} is of type {type(environment_class).__name__}, not a class")
     with users_code(recipe, "the constructor"):
-        environment: Environment = environment_class(**_arguments(recipe, environment_class))
-    missing = [name for name in vars(Environment) if name[0] != "_" and not callable(getattr(environment, name, None))]
+        environment: Environment | GradedTask = environment_class(**_arguments(recipe, environment_class))
+    turns = ("reset", "step") if hasattr(environment, "reset") or hasattr(environment, "step") else ("grade",)
+    members = ("problem", "held_out_problems", *turns)
+    missing = [name for name in members if not callable(getattr(environment, name, None))]
     if missing:
         raise RecipeError(f"task.type: {path!r} is no environment: it has no {', no '.join(missing)}")
     return environment

@@ -6,23 +6,26 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from midflight.config import Recipe
+from midflight.envs.one_turn import first_text
 from midflight.errors import ModelError, RecipeError
 from midflight.launch.environments import users_code
-from midflight.models.text import encode_prompt
-from midflight.protocols import Environment, Tokenizer
+from midflight.models.text import encode_prompt, joined
+from midflight.protocols import Environment, GradedTask, Tokenizer
 from midflight.types import Problem
 
 _NUM_SAMPLES = 64
 
 
-def check_task(recipe: Recipe, environment: Environment, tokenizer: Tokenizer) -> None:
+def check_task(recipe: Recipe, environment: Environment | GradedTask, tokenizer: Tokenizer) -> None:
     """Look at the first held-out problems and the first training problem.
 
     Raises: RecipeError if the environment fails or a prompt is too long; ModelError if the tokenizer cannot write one.
     """
     for problem in _problems(recipe, environment):
-        _check_tokenizer_fits(recipe, tokenizer, problem.prompt)
-        num_tokens = len(encode_prompt(tokenizer, problem.prompt))
+        with users_code(recipe, "reset()"):
+            prompt = joined(first_text(environment, problem))
+        _check_tokenizer_fits(recipe, tokenizer, prompt)
+        num_tokens = len(encode_prompt(tokenizer, prompt))
         if num_tokens > recipe.engine.max_prompt_tokens:
             raise RecipeError(
                 f"engine.max_prompt_tokens = {recipe.engine.max_prompt_tokens} is less than a prompt of"
@@ -30,7 +33,7 @@ def check_task(recipe: Recipe, environment: Environment, tokenizer: Tokenizer) -
             )
 
 
-def _problems(recipe: Recipe, environment: Environment) -> list[Problem]:
+def _problems(recipe: Recipe, environment: Environment | GradedTask) -> list[Problem]:
     asked = f"held_out_problems({_NUM_SAMPLES})"
     with users_code(recipe, asked):
         held_out = environment.held_out_problems(_NUM_SAMPLES)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from midflight.protocols import Tokenizer
-from midflight.types import FinishReason, GeneratedTokens
+from midflight.types import FinishReason, GeneratedTokens, Text
+
+
+def joined(text: Text) -> str:
+    """The text of messages without their roles."""
+    return text if isinstance(text, str) else "".join(message["content"] for message in text)
+
+
+def encode_turn(tokenizer: Tokenizer, text: Text) -> list[int]:
+    """The token ids of what an environment says after a response, which are appended to the tokens so far."""
+    return tokenizer.encode(joined(text), add_special_tokens=False)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from midflight.errors import RecipeError
 from midflight.metrics.segments import NUM_POSITIONS, tenths
@@ -21,13 +19,12 @@ from midflight.types import (
     FinishReason,
     Float32Array,
     Float64Array,
+    GeneratedTokens,
     Microbatch,
     Rollout,
     TrainingBatch,
     Trajectory,
 )
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
     """
     index, groups = chosen.index, chosen.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = np.array([len(rollout.generated) for rollout in rollouts], np.int32)
+    lengths = np.array([rollout.num_sampled for rollout in rollouts], np.int32)
     penalties = overlong_penalty(lengths, preprocessing.max_response_tokens, preprocessing.overlong_buffer)
     rewards = np.array([rollout.reward for rollout in rollouts], np.float64) + penalties
     advantages = _advantages(rewards, [len(group.rollouts) for group in groups], preprocessing)
@@ -103,25 +100,22 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
 def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_loss: BoolArray) -> Trajectory:
     """The flat token view of a rollout; the same advantage for every sampled token that carries loss.
 
-    Shapes: carries_loss [number of generated tokens]. The others are only what later ones follow.
+    Shapes: carries_loss [number of sampled tokens]. The others are only what later ones follow.
     """
-    prompt, generated = rollout.prompt_token_ids, rollout.generated
-    num_prompt = len(prompt)
-    loss_mask = _after_prompt(carries_loss, num_prompt)
+    segments, versions = rollout.segments, rollout.generated.weight_versions
+    tokens = GeneratedTokens.joined([segment.tokens for segment in segments])
+    loss_mask = np.concatenate([np.full(len(segment), segment.sampled) for segment in segments])
+    loss_mask[loss_mask] = carries_loss
     return Trajectory(
         rollout_id=rollout.rollout_id,
-        token_ids=np.concatenate([prompt, generated.token_ids]),
+        token_ids=tokens.token_ids,
         loss_mask=loss_mask,
-        behavior_logprobs=_after_prompt(generated.logprobs, num_prompt),
-        weight_versions=_after_prompt(generated.weight_versions, num_prompt),
+        behavior_logprobs=tokens.logprobs,
+        weight_versions=tokens.weight_versions,
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         reward=reward,
-        first_version=int(generated.weight_versions[0]) if len(generated) else 0,  # of no token: nobody asks
+        first_version=int(versions[0]) if len(versions) else 0,  # of no token: nobody asks
     )
-
-
-def _after_prompt(values: npt.NDArray[Scalar], num_prompt: int) -> npt.NDArray[Scalar]:
-    return np.concatenate([np.zeros(num_prompt, values.dtype), values])
 
 
 def _advantages(rewards: Float64Array, group_sizes: Sequence[int], preprocessing: Preprocessing) -> Float64Array:
@@ -135,9 +129,9 @@ def _advantages(rewards: Float64Array, group_sizes: Sequence[int], preprocessing
 def _loss_mask(rollout: Rollout, index: int, preprocessing: Preprocessing) -> BoolArray:
     """Which of its generated tokens carry loss in batch `index`."""
     if preprocessing.mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
-        return np.zeros(len(rollout.generated), np.bool_)
+        return np.zeros(rollout.num_sampled, np.bool_)
     if preprocessing.mask_older_than is None:
-        return np.ones(len(rollout.generated), np.bool_)
+        return np.ones(rollout.num_sampled, np.bool_)
     return rollout.generated.weight_versions >= index - preprocessing.mask_older_than
 
 
@@ -161,7 +155,7 @@ def _lag_histogram(trajectories: Sequence[Trajectory], index: int) -> dict[int, 
 def _lag_by_position(rollouts: Sequence[Rollout], index: int) -> Float32Array:
     """Mean lag in each tenth of the responses, relative to their own lengths."""
     lags = np.concatenate([index - rollout.generated.weight_versions for rollout in rollouts])
-    positions = tenths(np.array([len(rollout.generated) for rollout in rollouts]))
+    positions = tenths(np.array([rollout.num_sampled for rollout in rollouts]))
     totals = np.bincount(positions, lags, minlength=NUM_POSITIONS)
     counts = np.bincount(positions, minlength=NUM_POSITIONS)
     means = np.full(NUM_POSITIONS, np.nan)
@@ -176,7 +170,7 @@ def _padding_fraction(microbatches: Sequence[Microbatch]) -> float:
 
 
 def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = [len(rollout.generated) for rollout in rollouts]
+    lengths = [rollout.num_sampled for rollout in rollouts]
     clipped = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     # Versions never go down along a sequence.
     num_versions = [1 + np.count_nonzero(np.diff(rollout.generated.weight_versions)) for rollout in rollouts]

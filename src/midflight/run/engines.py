@@ -249,5 +249,7 @@ def _check_fits(recipe: Recipe, generator: HTTPGenerator) -> None:
 def _check(recipe: Recipe, request: GenerationRequest) -> None:
     """Raises: RequestError for a prompt that no server has to take."""
     num_tokens, longest = len(request.prompt_token_ids), recipe.engine.max_prompt_tokens
+    if request.first_position:
+        longest = recipe.max_length - request.sampling.max_tokens
     if not 0 < num_tokens <= longest:
         raise RequestError(f"request {request.rollout_id}: its prompt has {num_tokens} tokens, not 1 to {longest}")

@@ -39,4 +39,5 @@ def _examiner(recipe: Recipe, path: Path, grader: Grader) -> Examiner:
     torch.set_num_threads(num_threads(None, colocated=True))
     weights = weights_of(load_model(path))
     engine = build_engine(recipe, load_config(path), weights, num_rows=recipe.eval.num_in_flight)
-    return Examiner(engine, build_environment(recipe), grader, load_tokenizer(path), recipe.run.seed)
+    tokenizer = load_tokenizer(path)
+    return Examiner(engine, build_environment(recipe), grader, tokenizer, recipe.run.seed, recipe.max_length)

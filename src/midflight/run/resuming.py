@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from midflight.models.loading import check_same_model
 from midflight.protocols import Stream
 from midflight.trainer.checkpoints import load_state, newest_checkpoint, newest_whole_checkpoint
 from midflight.trainer.state import TrainerState
-from midflight.types import ActorCheckpoint, ActorState, Rollout, RolloutStatus
+from midflight.types import ActorCheckpoint, ActorState, Rollout, RolloutStatus, Segment
 
 
 def prepare_to_resume(run: RunDirectory, recipe: Recipe, report: Callable[[str], None]) -> None:
@@ -85,18 +86,19 @@ def restored_actor(
 
 def _cut(rollout: Rollout, newest_version: int) -> Rollout:
     """The rollout up to its first token of a newer version: such versions are made again, of other batches."""
-    generated = rollout.generated
-    num_kept = int(np.count_nonzero(generated.weight_versions <= newest_version))  # they never fall along a rollout
-    if num_kept == len(generated):
+    segments: list[Segment] = []
+    for segment in rollout.segments:
+        # Versions never fall along a rollout.
+        num_kept = int(np.count_nonzero(segment.tokens.weight_versions <= newest_version))
+        if num_kept or not segment.sampled:
+            segments.append(replace(segment, tokens=segment.tokens.part(0, num_kept)))
+        if num_kept < len(segment):
+            break
+    else:
         return rollout
-    return Rollout(
-        rollout.rollout_id,
-        rollout.group_id,
-        RolloutStatus.PARTIAL,
-        rollout.prompt_token_ids,
-        generated.part(0, num_kept),
-        num_carried=min(rollout.num_carried, num_kept),
-    )
+    partial = Rollout(rollout.rollout_id, rollout.group_id, RolloutStatus.PARTIAL, segments)
+    partial.num_carried = min(rollout.num_carried, partial.num_sampled)
+    return partial
 
 
 def _state_after(num_batches: int, streams: Sequence[Stream[Any]], trained: TrainerState) -> ActorState:

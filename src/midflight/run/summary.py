@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from midflight.config import Recipe
@@ -20,9 +20,23 @@ from midflight.protocols import Stream
 from midflight.run.resuming import actor_checkpoint
 from midflight.trainer.checkpoints import load_state, newest_checkpoint
 from midflight.trainer.state import TrainerState
-from midflight.types import ActorState, GroupCounts
+from midflight.types import ActorState
 
 Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Where every group that was started has gone; `started` is the sum of the others."""
+
+    started: int = 0
+    trained: int = 0
+    dropped: int = 0  # by a rule the user chose
+    failed: int = 0
+    unfinished: int = 0
+
+    def adds_up(self) -> bool:
+        return self.started == self.trained + self.dropped + self.failed + self.unfinished
 
 
 def summarize(

@@ -18,7 +18,7 @@ from midflight.errors import StreamError
 
 Record = TypeVar("Record")
 
-SCHEMA_VERSION = 5  # raise it with every change to the records in `types` that older code would misread
+SCHEMA_VERSION = 6  # raise it with every change to the records in `types` that older code would misread
 
 _DTYPE_NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _DTYPES = {dtype.str: dtype for dtype in (np.dtype(name).newbyteorder("<") for name in _DTYPE_NAMES.split())}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from midflight.actor.grading import grade_response
-from midflight.protocols import Environment
+from midflight.actor.grading import LiveEpisodes
+from midflight.protocols import Environment, GradedTask
 from midflight.types import (
     Completion,
     FinishReason,
@@ -108,17 +108,18 @@ class CountingEnvironment:
 class ImmediateGrader:
     """A Grader that grades in the caller's process; a result is held back for `delay_of(i)` calls of `results`."""
 
-    def __init__(self, environment: Environment, delay_of: Callable[[int], int] = lambda rollout: 0) -> None:
-        self._environment, self._delay_of = environment, delay_of
+    def __init__(
+        self, environment: Environment | GradedTask, delay_of: Callable[[int], int] = lambda rollout: 0
+    ) -> None:
+        self._episodes, self._delay_of = LiveEpisodes(environment), delay_of
         self._results: list[tuple[int, GradedResponse]] = []  # (calls to wait for, result)
 
     @property
     def num_pending(self) -> int:
         return len(self._results)
 
-    def submit(self, rollout_id: RolloutId, problem: Problem, response: str) -> None:
-        graded = grade_response(self._environment, rollout_id, problem, response)
-        self._results.append((self._delay_of(rollout_id), graded))
+    def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
+        self._results.append((self._delay_of(rollout_id), self._episodes.answer(rollout_id, problem, responses)))
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         done = [result for delay, result in self._results if delay <= 0]

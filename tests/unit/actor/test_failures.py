@@ -10,7 +10,7 @@ import pytest
 
 from midflight.actor import failures
 from midflight.actor.failures import count_failure, reason_of
-from midflight.actor.grading import grade_response
+from midflight.actor.grading import LiveEpisodes
 from midflight.envs.chain_sums import ChainSums
 from midflight.types import Grade, Problem, RolloutId
 
@@ -27,7 +27,7 @@ class Fragile(ChainSums):
 
 
 def failure(response: str) -> str:
-    return grade_response(Fragile(), RolloutId(0), PROBLEM, response).failure
+    return LiveEpisodes(Fragile()).answer(RolloutId(0), PROBLEM, [response]).failure
 
 
 def place(line_of: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import midflight
-from midflight.actor.partials import PartialBuffer
+from midflight.actor.partials import PartialBuffer, segments_from
 from midflight.errors import StreamError
 from midflight.types import (
     ActorState,
@@ -30,6 +30,7 @@ from midflight.types import (
     Rollout,
     RolloutId,
     RolloutStatus,
+    Segment,
 )
 
 GROUP_SIZE = 4
@@ -44,13 +45,14 @@ def tokens(rollout_id: int, length: int) -> GeneratedTokens:
 def rollout(
     rollout_id: int, length: int = 0, status: RolloutStatus = RolloutStatus.RUNNING, **fields: object
 ) -> Rollout:
-    prompt = np.arange(rollout_id % 5, dtype=np.int32)
+    prompt = Segment.given(range(rollout_id % 5))
+    segments = [prompt, Segment(tokens(rollout_id, length))] if length else [prompt]
     group_id = GroupId(rollout_id // GROUP_SIZE)
-    return Rollout(RolloutId(rollout_id), group_id, status, prompt, tokens(rollout_id, length), **fields)  # type: ignore[arg-type]
+    return Rollout(RolloutId(rollout_id), group_id, status, segments, **fields)  # type: ignore[arg-type]
 
 
-def tokens_of(each: Rollout, start: int) -> GeneratedTokens:
-    return each.generated.part(start)
+def tokens_of(each: Rollout, start: int) -> list[Segment]:
+    return segments_from(each.segments[1:], start)
 
 
 def save(buffer: PartialBuffer, rollouts: Sequence[Rollout], **state: object) -> None:
@@ -116,9 +118,9 @@ def test_rollouts_come_back_as_they_were_and_what_ran_as_partial(path: Path) -> 
 def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> None:
     asked_from: list[int] = []
 
-    def new_tokens(each: Rollout, start: int) -> GeneratedTokens:
+    def new_tokens(each: Rollout, start: int) -> list[Segment]:
         asked_from.append(start)
-        return each.generated.part(start)
+        return tokens_of(each, start)
 
     with closing(PartialBuffer(path)) as buffer:
         for length in (0, 1, 1, 5, 17):
@@ -128,6 +130,18 @@ def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> No
         buffer.save(ActorState(), [graded], new_tokens)
     assert asked_from == [0, 0, 1, 1, 5, 17, 20], "each token is written once"
     assert_same(loaded(path)[1][0], graded)
+
+
+def test_turns_come_back_as_they_were(path: Path) -> None:
+    turns = [Segment.given(()), Segment(tokens(0, 4)), Segment.given([7, 8]), Segment(tokens(1, 3))]
+    with closing(PartialBuffer(path)) as buffer:
+        for num_segments in (1, 2, 3, 4):
+            save(buffer, [Rollout(RolloutId(0), GroupId(0), RolloutStatus.PARTIAL, turns[:num_segments])])
+            found = loaded(path)[1][0]
+            assert [each.sampled for each in found.segments] == [each.sampled for each in turns[:num_segments]]
+            for name in ("token_ids", "logprobs", "weight_versions"):
+                for one, other in zip(found.segments, turns, strict=False):
+                    np.testing.assert_array_equal(getattr(one.tokens, name), getattr(other.tokens, name))
 
 
 def test_rollouts_that_are_gone_leave_nothing_behind(path: Path) -> None:
@@ -158,10 +172,10 @@ def test_the_first_save_replaces_what_an_earlier_process_left(path: Path, num_sa
 
 
 def test_a_save_that_fails_changes_nothing_and_the_next_one_works(path: Path) -> None:
-    def broken(each: Rollout, start: int) -> GeneratedTokens:
+    def broken(each: Rollout, start: int) -> list[Segment]:
         if each.rollout_id == 1:
             raise KeyError("it has just ended")
-        return each.generated.part(start)
+        return tokens_of(each, start)
 
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(0, 2), rollout(1, 2)], num_batches=1)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from midflight.concurrency.background import run_at_once, run_in_background
 from midflight.errors import GenerationLostError, NonFiniteWeightsError, RequestError, WeightUpdateError
 from midflight.generation.members import PATIENCE_S
+from midflight.generation.placement import newest_version_of
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.types import (
     Completion,
@@ -65,7 +66,7 @@ class FakeEngine:
         for request in requests:
             assert self.weight_version is not None, "a request came before the first weights"
             versions = request.generated.weight_versions.tolist() if request.generated else []
-            assert max(versions, default=0) <= self.weight_version, "a token would follow one of newer weights"
+            assert newest_version_of(request) <= self.weight_version, "a token would follow one of newer weights"
             self.running[request.rollout_id] = request, versions, len(versions)
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
@@ -564,6 +565,22 @@ def test_many_remote_members_cost_no_more_waiting_than_one() -> None:
 # Like this the worst comes often: an engine is lost while others have newer weights, or get them.
 KINDS = ["step"] * 6 + ["add"] * 4 + ["finish"] * 4 + ["update"] * 3 + ["join"] * 2
 KINDS += ["lose", "stop", "leave", "late", "abort"]
+
+
+def test_a_later_turn_is_sampled_by_weights_as_new_as_those_of_its_prompt() -> None:
+    controls = Controls(update_timeout_s=1e9)
+    engines = [controls.join() for _ in range(2)]
+    controls.pool.add([request(40, 100)])
+    controls.defer()
+    controls.pool.update_weights(1, {})
+    controls.finish()
+    controls.pool.step()
+    controls.pool.add([replace(request(4 * index), first_position=3, prompt_version=1) for index in range(4)])
+    updated, other = sorted(engines, key=lambda engine: -(engine.weight_version or 0))
+    assert set(map(int, updated.running)) >= {0, 4, 8, 12}
+    assert not set(map(int, other.running)) & {0, 4, 8, 12}
+
+
 actions = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1000)), min_size=20, max_size=80)
 
 

@@ -26,6 +26,7 @@ from midflight.types import (
     RolloutGroup,
     RolloutId,
     RolloutStatus,
+    Segment,
     TrainingBatch,
 )
 
@@ -41,7 +42,14 @@ def rollout(
     generated = GeneratedTokens(tokens, -tokens.astype(np.float32) / 1000, np.array(versions or [5] * length, np.int32))
     reason = FinishReason.LENGTH if cut_off else FinishReason.STOP
     group_id = GroupId(number // 2)
-    return Rollout(RolloutId(number), group_id, RolloutStatus.FINISHED, PROMPT, generated, reason, reward)
+    return Rollout(
+        RolloutId(number),
+        group_id,
+        RolloutStatus.FINISHED,
+        [Segment.given(PROMPT), Segment(generated)],
+        reason,
+        reward,
+    )
 
 
 def groups_of(*rollouts: Rollout, size: int = 2) -> list[RolloutGroup]:

@@ -32,6 +32,7 @@ from midflight.types import (
     RolloutGroup,
     RolloutId,
     RolloutStatus,
+    Segment,
     TrainingBatch,
 )
 
@@ -93,10 +94,12 @@ def rollout(number: int, group_id: int, reward: float) -> Rollout:
         RolloutId(number),
         GroupId(group_id),
         RolloutStatus.FINISHED,
-        prompt_token_ids=np.array([50, group_id], np.int32),
-        generated=GeneratedTokens(
-            tokens, (-0.1 * (tokens + 1)).astype(np.float32), np.full(length, group_id // 4, np.int32)
-        ),
+        segments=[
+            Segment.given([50, group_id]),
+            Segment(
+                GeneratedTokens(tokens, -0.1 * (tokens + 1).astype(np.float32), np.full_like(tokens, group_id // 4))
+            ),
+        ],
         finish_reason=FinishReason.LENGTH if length == 20 else FinishReason.STOP,
         reward=reward,
         reward_components={"accuracy": reward},

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from midflight.actor.partials import PartialBuffer
+from midflight.actor.partials import PartialBuffer, segments_from
 from midflight.config import Recipe, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import ModelError, RunDirectoryError
 from midflight.launch.streams import open_batches, open_groups
 from midflight.models.loading import load_model, load_tokenizer
 from midflight.run.directory import create_run
-from midflight.run.resuming import actor_checkpoint, prepare_to_resume
+from midflight.run.resuming import _cut, actor_checkpoint, prepare_to_resume
 from midflight.streams.codec import SCHEMA_VERSION
 from midflight.trainer.checkpoints import save_checkpoint
 from midflight.trainer.state import TrainerState
@@ -32,6 +32,7 @@ from midflight.types import (
     Rollout,
     RolloutId,
     RolloutStatus,
+    Segment,
     TrainingBatch,
 )
 
@@ -76,10 +77,10 @@ def save_partials(
     token_ids = np.array(tokens, np.int32)
     weight_versions = np.array(versions, np.int32) if versions else np.zeros_like(token_ids)
     generated = GeneratedTokens(token_ids, np.zeros(len(tokens), np.float32), weight_versions)
-    rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, NONE, generated)
+    rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, [Segment.given(()), Segment(generated)])
     rollout = replace(rollout, **fields)  # type: ignore[arg-type]
     with closing(PartialBuffer(run.partials)) as partials:
-        partials.save(state, [rollout], lambda each, start: each.generated.part(start))
+        partials.save(state, [rollout], lambda each, start: segments_from(each.segments[1:], start))
 
 
 def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:
@@ -136,6 +137,19 @@ def test_tokens_of_versions_that_are_not_made_again_are_cut(
     assert rollout.generated.token_ids.tolist() == [1, 2]
     assert (rollout.status, rollout.finish_reason, rollout.reward) == (RolloutStatus.PARTIAL, None, 0.0)
     assert rollout.num_carried == min(num_carried, 2), "of the tokens it keeps"
+
+
+@pytest.mark.parametrize(("newest", "expected"), [(7, [2, 1, 2]), (6, [2, 1, 1]), (5, [2, 1]), (4, [1])])
+def test_turns_after_a_cut_are_gone(newest: int, expected: list[int]) -> None:
+    def sampled(*versions: int) -> Segment:
+        array = np.array(versions, np.int32)
+        return Segment(GeneratedTokens(array, np.zeros(len(array), np.float32), array))
+
+    turns = [Segment.given((1, 2)), sampled(4, 5), Segment.given([3]), sampled(6, 7)]
+    rollout = Rollout(RolloutId(0), GroupId(0), RolloutStatus.RUNNING, turns, FinishReason.STOP)
+    cut = _cut(rollout, newest)
+    assert [len(segment) for segment in cut.segments[1:]] == expected
+    assert cut.finish_reason is (FinishReason.STOP if newest == 7 else None)
 
 
 def test_a_stream_that_is_whole_stays_as_it_is(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def forged(type_name: str, record: object, schema: int = SCHEMA_VERSION) -> byte
 
 MESSAGE = Codec(Trajectory).encode(TRAJECTORY)
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=9),

@@ -7,7 +7,7 @@ import numpy as np
 from midflight.preprocess.batches import trajectory_of
 from midflight.preprocess.packing import pack
 from midflight.trainer.inputs import token_origins
-from midflight.types import GeneratedTokens, GroupId, Rollout, RolloutId, RolloutStatus, Trajectory
+from midflight.types import GeneratedTokens, GroupId, Rollout, RolloutId, RolloutStatus, Segment, Trajectory
 
 
 def trajectory(tokens: list[int], versions: list[int], carries_loss: list[bool]) -> Trajectory:
@@ -16,7 +16,7 @@ def trajectory(tokens: list[int], versions: list[int], carries_loss: list[bool])
         np.array(tokens, np.int32), np.full(len(tokens), -1, np.float32), np.array(versions, np.int32)
     )
     prompt = np.array([90, 91], np.int32)
-    rollout = Rollout(RolloutId(0), GroupId(0), RolloutStatus.FINISHED, prompt, generated)
+    rollout = Rollout(RolloutId(0), GroupId(0), RolloutStatus.FINISHED, [Segment.given(prompt), Segment(generated)])
     return trajectory_of(rollout, 1.0, 1.0, np.array(carries_loss))
 
 

@@ -221,8 +221,8 @@ class _Simulation:
     def _end(self, rollout: SimRollout) -> None:
         """Graded at once."""
         ledger, rollout_id, group_id = self._ledger, RolloutId(rollout.rollout_id), GroupId(rollout.group_id)
-        ledger.ended(rollout_id, rollout.length)
-        if not ledger.done(rollout_id):
+        ledger.ended(rollout_id)
+        if not ledger.done(rollout_id, rollout.length):
             return
         if self._groups.is_filtered(group_id):
             ledger.filter(group_id, self._groups.discard(group_id))

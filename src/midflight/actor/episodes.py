@@ -1,0 +1,198 @@
+"""The loop that training and evaluation share: generate a turn, hand the response over, continue or end.
+
+A rollout in it is in flight until its turn ends, then with the environment. A grade ends it; a text is the beginning
+of its next turn. Sampled tokens are never tokenized again, only the environment's text is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from midflight.actor.partials import segments_from
+from midflight.envs.one_turn import first_text, with_turns
+from midflight.errors import RequestError
+from midflight.models.text import encode_prompt, encode_turn, joined, response_text
+from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
+from midflight.types import (
+    Completion,
+    FinishReason,
+    GeneratedTokens,
+    GenerationRequest,
+    Grade,
+    GradedResponse,
+    Problem,
+    Rollout,
+    RolloutId,
+    RolloutStatus,
+    SamplingParams,
+    Segment,
+    Text,
+)
+
+
+class Episodes:
+    """Rollouts that are in flight or with the environment.
+
+    A rollout samples up to `sampling.max_tokens` tokens in all its turns, and is no longer than `max_length` (tokens;
+    None: no limit). One that has room for no further turn has the finish reason LENGTH, and reward 0 unless the
+    environment graded its last response.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        environment: Environment | GradedTask,
+        grader: Grader,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        seed: int,
+        max_length: int | None = None,
+    ) -> None:
+        self._generator, self._grader, self._tokenizer = generator, grader, tokenizer
+        self._environment = with_turns(environment)
+        self._sampling, self._seed, self._max_length = sampling, seed, max_length
+        self._active: dict[RolloutId, tuple[Rollout, Problem]] = {}
+        self.num_generated = 0  # tokens, of turns that ended or were interrupted
+
+    def prompt(self, problem: Problem) -> Segment:
+        return Segment.given(encode_prompt(self._tokenizer, joined(first_text(self._environment, problem))))
+
+    def start(self, rollouts: Sequence[tuple[Rollout, Problem]]) -> None:
+        """Generate the current turns of these rollouts. One that the generator refuses is FAILED."""
+        try:
+            self._generator.add([self._request(rollout) for rollout, _ in rollouts])
+        except RequestError as error:
+            if len(rollouts) > 1:
+                for each in rollouts:
+                    self.start([each])
+                return
+            self._end(rollouts[0][0], failure=f"{type(error).__name__}: {error}")
+            return
+        for rollout, problem in rollouts:
+            rollout.status = RolloutStatus.RUNNING
+            self._active[rollout.rollout_id] = rollout, problem
+
+    def submit(self, rollout: Rollout, problem: Problem) -> None:
+        """Hand the response of a turn that ended to the environment."""
+        self._active[rollout.rollout_id] = rollout, problem
+        *earlier, last = rollout.turns
+        responses = [response_text(self._tokenizer, turn, FinishReason.STOP) for turn in earlier]
+        responses.append(response_text(self._tokenizer, last, rollout.finish_reason))
+        self._grader.submit(rollout.rollout_id, problem, responses)
+
+    def step(self) -> list[Rollout]:
+        """Sample one token of everything in flight; return the rollouts whose turn ended, which are submitted.
+
+        One with log-probabilities that are not finite is FAILED instead.
+        """
+        completions = sorted(self._generator.step(), key=lambda completion: completion.rollout_id)
+        return [self._end_turn(completion) for completion in completions]
+
+    def answers(self, timeout_s: float = 0.0) -> list[Rollout]:
+        """Take in the environment's answers, waiting up to `timeout_s` for the first; return their rollouts.
+
+        A rollout is now FINISHED or FAILED, or RUNNING: its next turn is being generated.
+        """
+        return [self._take(answer) for answer in self._grader.results(timeout_s)]
+
+    def interrupt(self, rollout_ids: Sequence[RolloutId]) -> list[Rollout]:
+        """Take these out of the generator, with the tokens they have."""
+        rollouts = []
+        for completion in self._generator.abort(rollout_ids):
+            rollout, _ = self._active.pop(completion.rollout_id)
+            self._take_tokens(rollout, completion)
+            rollout.status, rollout.num_carried = RolloutStatus.PARTIAL, rollout.num_sampled
+            rollouts.append(rollout)
+        return rollouts
+
+    def tokens_of(self, rollout: Rollout, start: int) -> list[Segment]:
+        """The tokens after the prompt so far, without the first `start`."""
+        if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
+            before = _before_turn(rollout)[1:]
+            with contextlib.suppress(KeyError):  # its turn has just ended; `step` will say so
+                new = self._generator.generated(rollout.rollout_id, max(0, start - sum(map(len, before))))
+                return [*segments_from(before, start), *([Segment(new)] if len(new) else [])]
+        return segments_from(rollout.segments[1:], start)
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _request(self, rollout: Rollout) -> GenerationRequest:
+        context, turn = GeneratedTokens.joined([segment.tokens for segment in _before_turn(rollout)]), turn_of(rollout)
+        num_sampled = rollout.num_sampled - len(turn)
+        sampling = self._sampling
+        if num_sampled:
+            sampling = replace(sampling, max_tokens=self._room(num_sampled, len(context)))
+        return GenerationRequest(
+            rollout_id=rollout.rollout_id,
+            prompt_token_ids=context.token_ids,
+            sampling=sampling,
+            seed=self._seed,
+            generated=turn if len(turn) else None,
+            first_position=num_sampled,
+            prompt_version=int(context.weight_versions.max(initial=0)),
+        )
+
+    def _room(self, num_sampled: int, num_tokens: int) -> int:
+        """Tokens that may be sampled after so many."""
+        room = self._sampling.max_tokens - num_sampled
+        return room if self._max_length is None else min(room, self._max_length - num_tokens)
+
+    def _end_turn(self, completion: Completion) -> Rollout:
+        rollout, problem = self._active[completion.rollout_id]
+        self._take_tokens(rollout, completion)
+        rollout.finish_reason = completion.finish_reason
+        if np.isfinite(completion.generated.logprobs).all():
+            self.submit(rollout, problem)
+        else:
+            self._end(rollout, failure="the policy that sampled it has log-probabilities that are no numbers")
+        return rollout
+
+    def _take_tokens(self, rollout: Rollout, completion: Completion) -> None:
+        self.num_generated += len(completion.generated) - len(turn_of(rollout))
+        turn = [Segment(completion.generated)] if len(completion.generated) else []
+        rollout.segments = [*_before_turn(rollout), *turn]
+
+    def _take(self, answer: GradedResponse) -> Rollout:
+        rollout, problem = self._active[answer.rollout_id]
+        if answer.text is not None:
+            self._continue(rollout, problem, answer.text)
+        else:
+            self._end(rollout, answer.grade, answer.failure)
+        return rollout
+
+    def _continue(self, rollout: Rollout, problem: Problem, text: Text) -> None:
+        given = Segment.given(encode_turn(self._tokenizer, text))
+        if not len(given):
+            self._end(rollout, failure="the environment's text has no tokens")
+        elif (
+            rollout.finish_reason is FinishReason.LENGTH
+            or self._room(rollout.num_sampled, sum(map(len, rollout.segments)) + len(given)) < 1
+        ):
+            rollout.finish_reason = FinishReason.LENGTH
+            self._end(rollout, Grade(0.0))
+        else:
+            rollout.segments = [*rollout.segments, given]
+            rollout.finish_reason = None
+            self.start([(rollout, problem)])
+
+    def _end(self, rollout: Rollout, grade: Grade | None = None, failure: str = "") -> None:
+        self._active.pop(rollout.rollout_id, None)
+        if grade is None:
+            rollout.status, rollout.failure = RolloutStatus.FAILED, failure
+        else:
+            rollout.status = RolloutStatus.FINISHED
+            rollout.reward, rollout.reward_components = grade.reward, grade.components
+
+
+def turn_of(rollout: Rollout) -> GeneratedTokens:
+    """The sampled tokens of the current turn, which may have none yet."""
+    last = rollout.segments[-1]
+    return last.tokens if last.sampled else GeneratedTokens.none()
+
+
+def _before_turn(rollout: Rollout) -> list[Segment]:
+    return rollout.segments[:-1] if rollout.segments[-1].sampled else rollout.segments

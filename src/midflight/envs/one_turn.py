@@ -1,0 +1,43 @@
+"""A class with `grade(problem, response)` as an environment of one turn."""
+
+from __future__ import annotations
+
+import copy
+
+from midflight.protocols import Environment, GradedTask
+from midflight.types import Grade, Problem, Text
+
+
+class OneTurn:
+    """Implements Environment: the prompt is the problem's, and the grade of the first response ends the episode."""
+
+    def __init__(self, task: GradedTask) -> None:
+        self._task = task
+        self._problem: Problem | None = None
+
+    def problem(self, index: int) -> Problem:
+        return self._task.problem(index)
+
+    def held_out_problems(self, num_problems: int) -> list[Problem]:
+        return self._task.held_out_problems(num_problems)
+
+    def reset(self, problem: Problem) -> str:
+        self._problem = problem
+        return problem.prompt
+
+    def step(self, response: str) -> Grade:
+        assert self._problem, "step() before reset()"
+        grade: object = self._task.grade(self._problem, response)
+        if not isinstance(grade, Grade):
+            raise TypeError(f"grade() returned a {type(grade).__name__}, not a Grade")
+        return grade
+
+
+def with_turns(environment: Environment | GradedTask) -> Environment:
+    """The environment itself if it has turns, else as one of one turn."""
+    return environment if isinstance(environment, Environment) else OneTurn(environment)
+
+
+def first_text(environment: Environment | GradedTask, problem: Problem) -> Text:
+    """The prompt of an episode, in one that is not continued."""
+    return copy.copy(with_turns(environment)).reset(problem)

@@ -124,7 +124,7 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor in blocks of rows, of about _CHECKED_ELEMENTS each."""
     if not tensor.dim() or not tensor.numel():
         return [tensor]
-    return tensor.split(max(1, _CHECKED_ELEMENTS // tensor[0].numel()))
+    return torch.split(tensor, max(1, _CHECKED_ELEMENTS // tensor[0].numel()))
 
 
 def _check_finite(name: str, part: Tensor) -> None:

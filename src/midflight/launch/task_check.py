@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from midflight.config import Recipe
 from midflight.errors import ModelError, RecipeError
-from midflight.launch.environments import users_code
+from midflight.launch.importing import users_code
 from midflight.models.text import encode_prompt
 from midflight.protocols import Environment, Tokenizer
 from midflight.types import Problem
@@ -32,11 +32,11 @@ def check_task(recipe: Recipe, environment: Environment, tokenizer: Tokenizer) -
 
 def _problems(recipe: Recipe, environment: Environment) -> list[Problem]:
     asked = f"held_out_problems({_NUM_SAMPLES})"
-    with users_code(recipe, asked):
+    with users_code(f"task.type: {recipe.task.type}, {asked}"):
         held_out = environment.held_out_problems(_NUM_SAMPLES)
     if not isinstance(held_out, Sequence):
         raise RecipeError(f"task.type: {recipe.task.type}.{asked} returned a {type(held_out).__name__}, not a list")
-    with users_code(recipe, "problem(0)"):
+    with users_code(f"task.type: {recipe.task.type}, problem(0)"):
         first = environment.problem(0)
     for method, problem in [*((asked, each) for each in held_out), ("problem(0)", first)]:
         _check_problem(f"task.type: {recipe.task.type}.{method} returned a", problem)

@@ -5,7 +5,7 @@ Suffixes: B rows, L the longest of them, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from midflight.models.loading import quiet
 from midflight.trainer.inputs import loss_inputs
 from midflight.trainer.policies import PolicySettings
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
-from midflight.types import Microbatch, TensorSpec, Trajectory
+from midflight.types import Microbatch, Trajectory
+from midflight.weights.drain import WeightDrain
 
 # Small: what is measured does not depend on it, and the two models should stay comparable over many steps.
 _LEARNING_RATE = 1e-6
@@ -48,7 +49,7 @@ class PackedStep:
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
-        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, _Nowhere(), PolicySettings(dtype=dtype))
+        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, WeightDrain(), PolicySettings(dtype=dtype))
         self._trainer.init(rank=0)
 
     @property
@@ -128,13 +129,3 @@ class _PaddedRows:
 
 def _pad(rows: Sequence[Any]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
-
-
-class _Nowhere:
-    """A weight sender that is never asked to send."""
-
-    def announce(self, specs: Sequence[TensorSpec]) -> None:
-        pass
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        raise AssertionError("publishing is not measured")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from midflight.types import (
     BatchChoice,
@@ -31,7 +31,11 @@ Record = TypeVar("Record")
 
 
 class Schedule(Protocol):
-    """WHEN things happen. Pure decisions over counts: no clock, no I/O, no memory of its own."""
+    """WHEN things happen. Pure decisions over counts: no clock, no I/O, no memory of its own.
+
+    Constructor: `schedule.options` as keyword arguments, and those of `batch_size`, `group_size` (rollouts) and `seed`
+    that it has parameters for.
+    """
 
     @property
     def colocated(self) -> bool:
@@ -61,7 +65,10 @@ class Schedule(Protocol):
 
 
 class Problems(Protocol):
-    """The problems of a task."""
+    """The problems of a task.
+
+    Constructor: `task.options` as keyword arguments, and the run's `seed` if it has a parameter of that name.
+    """
 
     def problem(self, index: int) -> Problem:
         """The `index`-th training problem; a pure function of the environment's options and `index`."""
@@ -165,7 +172,12 @@ class Reference(Protocol):
 
 
 class Generator(Protocol):
-    """Continuous batching over token ids: requests come and go between decode steps."""
+    """Continuous batching over token ids: requests come and go between decode steps.
+
+    Constructor: `engine.options` as keyword arguments, and those of these that it has parameters for: `model_path`,
+    `model_config` (of Hugging Face), `weights` (tensors by name), `version` (of the weights), `num_slots` (requests
+    that run at a time), `max_new_tokens`, and the keys of `[engine]`.
+    """
 
     @property
     def weight_version(self) -> int:
@@ -234,6 +246,8 @@ class WeightSender(Protocol):
         """
         ...
 
+    def close(self) -> None: ...
+
 
 class WeightReceiver(Protocol):
     """An engine's end of the weight transport."""
@@ -251,8 +265,39 @@ class WeightReceiver(Protocol):
         ...
 
 
+class WeightTransport(Protocol):
+    """Both ends of the way from the trainer to the engines. The trainer and the rollout process each make one.
+
+    Constructor: `weights.options` as keyword arguments, and those of these that it has parameters for:
+    `run_directory`, `shared` (a path in the memory of this machine), `spare` (a path for what has no room there) and
+    `note` (a function that tells the user a line).
+    """
+
+    def sender(self) -> WeightSender: ...
+
+    def receiver(self) -> WeightReceiver: ...
+
+
+class MetricsSink(Protocol):
+    """A place for metrics, besides metrics.jsonl. One that raises gets no more lines, and the run goes on.
+
+    Constructor: its `options` as keyword arguments, and those of these that it has parameters for: `run_directory`,
+    and `version`, of the weights that training goes on with. Lines of later versions may then come again.
+    """
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """The metrics of one optimizer step by name: numbers, and lists of numbers."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Stream(Protocol[Record]):
     """A bounded, ordered log between two stages. Offsets count from 0 and never repeat.
+
+    Constructor: `streams.options` as keyword arguments, and those of these that it has parameters for: `name` (of the
+    stream, unlike that of any other run's), `path` (of a file that nobody else uses), `record_type` (a dataclass;
+    `midflight.streams.codec.Codec` makes bytes of it) and `capacity` (records). Each process makes its own.
 
     A record stays until it is trimmed. The bound is on how far the reader may be behind: asking from an offset says
     that every record before it was taken. A timeout of None waits for ever.

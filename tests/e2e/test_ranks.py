@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 SETTINGS = (
-    "trainer.backend=fsdp",
+    "trainer.type=fsdp",
     "trainer.num_ranks=2",
     "trainer.threads=1",
     "engine.threads=1",
@@ -93,7 +93,7 @@ def test_after_a_rank_was_killed_all_of_them_go_on_and_later_one_process(tmp_pat
     newest = newest_checkpoint(run / "checkpoints")
     assert newest is not None
     last = load_state(newest).version
-    one = ("trainer.backend=single", "trainer.num_ranks=1", f"trainer.max_steps={last + 2}")
+    one = ("trainer.type=single", f"trainer.max_steps={last + 2}")
     done = subprocess.run(command(run, "--resume", *one, "--json"), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == last + 2

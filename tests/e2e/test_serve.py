@@ -17,7 +17,7 @@ import torch
 
 from midflight.config import load_recipe
 from midflight.generation.client import HTTPGenerator
-from midflight.launch.build import build_engine
+from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
 

@@ -15,12 +15,12 @@ from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.config import Recipe, load_recipe
 from midflight.launch.build import (
     build_actor_config,
-    build_engine,
     build_learning_rates,
     build_preprocessing,
     build_trainer,
     recipe_schedule,
 )
+from midflight.launch.engines import build_engine
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter, read_metrics

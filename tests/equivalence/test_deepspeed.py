@@ -35,7 +35,7 @@ LOSSES = {
 
 
 def sharded(stage: int) -> tuple[str, ...]:
-    return ("trainer.backend=deepspeed", TWO, f"trainer.zero_stage={stage}")
+    return ("trainer.type=deepspeed", TWO, f"trainer.zero_stage={stage}")
 
 
 def batches() -> list[TrainingBatch]:

@@ -45,7 +45,7 @@ CASES = {
     "bfloat16": (BFLOAT16,),
     "lora_bfloat16": (*PPO, BFLOAT16, LORA, "trainer.activation_checkpointing=true"),
 }
-ONE, TWO, THREE = "trainer.backend=single", "trainer.num_ranks=2", "trainer.num_ranks=3"
+ONE, TWO, THREE = "trainer.type=single", "trainer.num_ranks=2", "trainer.num_ranks=3"
 SPEED = ("time/", "throughput/", "idle/", "memory/", "wall_s", "queue/")
 EXPONENTIALS = ("ratio/", "kl/behavior", "ess")  # of differences, which the made-up batches have large ones of
 SETTINGS = (
@@ -103,7 +103,7 @@ def batches() -> list[TrainingBatch]:
 
 
 def recipe_of(directory: Path, overrides: tuple[str, ...]) -> Recipe:
-    sharded = () if ONE in overrides else ("trainer.backend=fsdp",)
+    sharded = () if ONE in overrides else ("trainer.type=fsdp",)
     return load_recipe(RECIPE, [*SETTINGS, *sharded, *overrides, f"run.directory={directory}"])
 
 

@@ -15,7 +15,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from midflight.launch.build import build_engine, build_trainer
+from midflight.launch.build import build_trainer
+from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights

@@ -49,7 +49,7 @@ CASES = {
     "april": ("schedule.type=april", "schedule.over_sampling=2", "preprocess.process=own"),
     "fsdp": (
         *("schedule.type=pipeline", "schedule.num_in_flight=16", "streams.type=redis"),
-        *("trainer.backend=fsdp", "trainer.num_ranks=2"),
+        *("trainer.type=fsdp", "trainer.num_ranks=2"),
     ),
     "http": ("schedule.type=bounded", "schedule.max_lag=2", "engine.type=http", "engine.update_timeout_s=5"),
 }

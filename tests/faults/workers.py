@@ -20,7 +20,7 @@ from midflight.run.supervisor import Supervisor
 from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
-SETTINGS = ("supervisor.backoff_s=0", "trainer.backend=fsdp", "trainer.num_ranks=2")
+SETTINGS = ("supervisor.backoff_s=0", "trainer.type=fsdp", "trainer.num_ranks=2")
 TIMEOUT_S = 60.0
 
 

@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 from midflight.config import describe_recipe, dump_toml, load_recipe
+from midflight.config.algorithms import GroupAdvantageConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
+from midflight.config.sections import (
+    EmbeddedEngineConfig,
+    FsdpTrainerConfig,
+    OwnEngineConfig,
+    SharedMemoryWeightsConfig,
+    SingleTrainerConfig,
+)
 from midflight.errors import RecipeError
+from midflight.run.directory import open_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -47,8 +56,8 @@ def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
         ("schedule.when_full=explode", "schedule.when_full: should be 'block' or 'drop_oldest', got 'explode'"),
         ("batch.batch_size=20", "batch.batch_size = 20 is not a multiple of batch.group_size = 8; 16 or 24 would work"),
         ("batch.batch_size=4", "batch.batch_size = 4 is not a multiple of batch.group_size = 8; 8 would work"),
-        ("trainer.num_ranks=2", "trainer: num_ranks = 2 needs backend = 'fsdp' or 'deepspeed', and it is 'single'"),
-        ("trainer.zero_stage=3", "trainer: zero_stage is of backend = 'deepspeed', and it is 'single'"),
+        ("trainer.num_ranks=2", "trainer.num_ranks is a key of fsdp and deepspeed, but trainer.type = 'single'"),
+        ("trainer.zero_stage=3", "trainer.zero_stage is a key of deepspeed, but trainer.type = 'single'"),
         ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
         (
             "schedule.max_waiting=8",
@@ -104,30 +113,31 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
         ),
         (
             ["advantage.type=value", "advantage.normalize_batch=true"],
-            "advantage.normalize_batch needs the advantages before training, and advantage.type = 'value' learns",
+            "advantage.normalize_batch is a key of group_mean and group_mean_std and leave_one_out and none and"
+            " package.module:name, but advantage.type = 'value'",
         ),
         (
             ["loss.type=ppo"],
             "loss.type = 'ppo' learns a value function, and advantage.type = 'group_mean_std' has none;",
         ),
         (
-            ["trainer.backend=fsdp", "trainer.num_ranks=3"],
+            ["trainer.type=fsdp", "trainer.num_ranks=3"],
             "batch.batch_size = 32 cannot be shared equally by trainer.num_ranks = 3; 24 or 48 would work",
         ),
         (
-            ["trainer.backend=fsdp", "trainer.num_ranks=64"],
+            ["trainer.type=fsdp", "trainer.num_ranks=64"],
             "batch.batch_size = 32 cannot be shared equally by trainer.num_ranks = 64; 64 would work",
         ),
         (
-            ["trainer.backend=fsdp", "trainer.num_ranks=2", "trainer.device=cuda:1"],
+            ["trainer.type=fsdp", "trainer.num_ranks=2", "trainer.device=cuda:1"],
             "trainer: device = 'cuda:1' is one, and num_ranks = 2; 'cuda' would work",
         ),
         (
-            ["trainer.backend=deepspeed", "trainer.lora_rank=8"],
-            "trainer: backend = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work",
+            ["trainer.type=deepspeed", "trainer.lora_rank=8"],
+            "trainer: type = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work",
         ),
         (
-            ["trainer.backend=deepspeed", "trainer.zero_stage=1"],
+            ["trainer.type=deepspeed", "trainer.zero_stage=1"],
             "trainer.zero_stage: should be 2 or 3, got 1",
         ),
         (["reference.path=other"], "[reference] is used by loss.kl_coefficient, which is not set"),
@@ -153,14 +163,18 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
             "loss.clip_high is a key of grpo and dapo and gspo and cispo and ppo and decoupled_ppo, but loss.type ="
             " 'reinforce'",
         ),
-        (["loss.type=grpo", "loss.function=a:b"], "loss.function is a key of custom, but loss.type = 'grpo'"),
-        (["loss.type=custom"], "loss.function is missing"),
+        (["loss.type=grpo", "loss.options={}"], "loss.options is a key of package.module:name, but loss.type = 'grpo'"),
         (
             ["loss.type=magic"],
-            "loss.type: there is no 'magic'; known are reinforce, grpo, dapo, gspo, cispo, ppo, decoupled_ppo, custom",
+            "loss.type: there is no 'magic'; known are reinforce, grpo, dapo, gspo, cispo, ppo, decoupled_ppo,"
+            " package.module:name",
         ),
-        (["advantage.gae_lambda=1.5"], "advantage.gae_lambda: should be less than or equal to 1, got 1.5"),
-        (["advantage.type=critic"], "advantage.type: should be 'group_mean', 'group_mean_std', 'leave_one_out', "),
+        (
+            ["advantage.type=value", "advantage.gae_lambda=1.5"],
+            "advantage.gae_lambda: should be less than or equal to 1, got 1.5",
+        ),
+        (["advantage.gae_lambda=1"], "advantage.gae_lambda is a key of value, but advantage.type = 'group_mean_std'"),
+        (["advantage.type=critic"], "advantage.type: there is no 'critic'; known are group_mean, group_mean_std, "),
     ],
 )
 def test_an_objective_that_cannot_be_is_one_clear_line(recipe_file: Path, overrides: list[str], message: str) -> None:
@@ -216,6 +230,9 @@ def test_a_dumped_recipe_is_the_same_recipe(recipe_file: Path) -> None:
     copy = recipe_file.with_name("copy.toml")
     copy.write_text(dump_toml(recipe))
     assert load_recipe(copy) == recipe
+    own = ["streams.type=redis", "engine.type=a:B", "engine.options.x=1", "metrics.sinks=['a:B', {type = 'a:C'}]"]
+    copy.write_text(dump_toml(load_recipe(recipe_file, own)))
+    assert load_recipe(copy) == load_recipe(recipe_file, own)
 
 
 def test_paths_are_relative_to_the_recipe_and_on_the_command_line_to_the_working_directory(
@@ -238,6 +255,63 @@ def test_changing_the_type_of_a_section_starts_it_afresh(recipe_file: Path) -> N
         load_recipe(recipe_file, ["schedule.type=conventional", "schedule.max_lag=4"])
 
 
+@pytest.fixture
+def typed_file(tmp_path: Path) -> Path:
+    path = tmp_path / "typed.toml"
+    path.write_text(
+        '[model]\npath = "model"\n'
+        '[trainer]\ntype = "deepspeed"\nlearning_rate = 0.5\nnum_ranks = 2\nzero_stage = 3\n'
+        '[engine]\ntype = "http"\nthreads = 3\njoin_timeout_s = 5\n'
+        '[advantage]\ntype = "value"\ngae_lambda = 0.9\n'
+        '[weights]\ntype = "files"\ndirectory = "there"\n'
+        '[task]\ntype = "a:B"\nnum_graders = 4\noptions = {depth = 2}\n'
+    )
+    return path
+
+
+def test_a_change_of_type_keeps_the_keys_that_both_types_have(typed_file: Path) -> None:
+    types = {"trainer": "fsdp", "engine": "embedded", "advantage": "group_mean", "weights": "shared_memory"}
+    recipe = load_recipe(typed_file, [f"{section}.type={name}" for section, name in types.items()])
+    assert recipe.trainer == FsdpTrainerConfig(learning_rate=0.5, num_ranks=2)
+    assert recipe.engine == EmbeddedEngineConfig(threads=3)
+    assert recipe.advantage == GroupAdvantageConfig(type="group_mean")
+    assert recipe.weights == SharedMemoryWeightsConfig()
+    assert load_recipe(typed_file, ["trainer.type=single"]).trainer == SingleTrainerConfig(learning_rate=0.5)
+
+
+def test_a_change_of_type_forgets_the_options_of_the_old_one(typed_file: Path) -> None:
+    assert load_recipe(typed_file, ["task.type=a:B"]).task.options == {"depth": 2}
+    changed = load_recipe(typed_file, ["task.type=a:C", "task.options.type=deep"]).task
+    assert (changed.options, changed.num_graders) == ({"type": "deep"}, 4)
+    engine = load_recipe(typed_file, ["engine.type=a:B", "engine.options.x=1", "engine.type=a:C"]).engine
+    assert engine == OwnEngineConfig(type="a:C", options={"x": 1}, threads=3)
+
+
+def test_overrides_belong_to_the_type_that_is_chosen_wherever_they_stand(typed_file: Path) -> None:
+    recipe = load_recipe(typed_file, ["trainer.zero_stage=2", "trainer.type=fsdp", "trainer.type=deepspeed"])
+    assert recipe.trainer.type == "deepspeed"
+    with pytest.raises(RecipeError, match=r"trainer\.zero_stage is a key of deepspeed, but trainer.type = 'fsdp'"):
+        load_recipe(typed_file, ["trainer.zero_stage=2", "trainer.type=fsdp"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.backend=fsdp"], "trainer.backend is now trainer.type"),
+        (["loss.type=custom", "loss.function=mine:loss"], "loss.function is now loss.type"),
+    ],
+)
+def test_a_key_that_moved_is_named_with_its_new_place(recipe_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{message}$"):
+        load_recipe(recipe_file, overrides)
+
+
+def test_a_run_of_version_0_1_is_refused_with_the_new_place(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npath = "model"\n[trainer]\nbackend = "single"\nnum_ranks = 1\n')
+    with pytest.raises(RecipeError, match=r"^trainer\.backend is now trainer\.type$"):
+        open_run(tmp_path, [])
+
+
 def test_a_section_without_a_type_has_the_default_one(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('[model]\npath = "model"\n[loss]\nmax_ratio = 3\n[schedule]\nmax_lag = 4\n')
@@ -255,6 +329,9 @@ def test_every_key_is_described() -> None:
     assert "schedule.steps_per_rl_step" in rows
     undescribed = [key for key, description in rows.items() if not description and not key.endswith(".type")]
     assert undescribed == []
+    assert rows["trainer.zero_stage"].endswith("(of deepspeed)")
+    assert rows["engine.join_timeout_s"].endswith("(of http)")
+    assert "(of" not in rows["trainer.learning_rate"]
 
 
 def test_a_baseline_and_its_options_come_in_any_order(recipe_file: Path) -> None:
@@ -271,10 +348,10 @@ def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) ->
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["streams.url=redis://host:6379"], "streams: url is of a Redis, and type = 'sqlite'; 'redis' would work"),
+        (["streams.url=redis://host:6379"], "streams.url is a key of redis, but streams.type = 'sqlite'"),
         (["streams.type=redis", "streams.url=redis://:secret@host"], "$MIDFLIGHT_REDIS_URL may hold it"),
         (["streams.type=redis", "streams.url=host:6379"], "streams.url: "),
-        (["streams.type=kafka"], "streams.type: should be 'sqlite' or 'redis', got 'kafka'"),
+        (["streams.type=kafka"], "streams.type: there is no 'kafka'; known are sqlite, redis, "),
     ],
 )
 def test_streams_that_cannot_be_are_one_clear_line(recipe_file: Path, overrides: list[str], message: str) -> None:

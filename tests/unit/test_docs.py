@@ -54,7 +54,7 @@ def test_the_documentation_has_commands() -> None:
 def test_a_command_of_the_documentation_would_run(command: str) -> None:
     for overrides in recipes_of(command):
         recipe = load_recipe(ROOT / shlex.split(command)[2], overrides)
-        if recipe.trainer.backend == "deepspeed" and not deepspeed.is_installed():
+        if recipe.trainer.type == "deepspeed" and not deepspeed.is_installed():
             pytest.skip("the package deepspeed is not installed")
         check_recipe(recipe)
 
@@ -80,7 +80,7 @@ def test_the_loss_that_the_documentation_shows_computes_something() -> None:
 
     recipe = load_recipe(
         ROOT / "recipes" / "cpu_demo.toml",
-        ["loss.type=custom", "loss.function=my_losses:mine", "loss.options={sharpness = 2.0}"],
+        ["loss.type=my_losses:mine", "loss.options={sharpness = 2.0}"],
     )
     policy = torch.tensor([-1.0, -2.0], requires_grad=True)
     ones = torch.ones(2)

@@ -1,9 +1,12 @@
 """Recipes: typed, frozen, every key documented with its unit. Imports no torch, so that `--help` is instant.
 
 A recipe is TOML; `section.key=value` on the command line overrides it. Relative paths are relative to the recipe's
-directory in a recipe, and to the working directory on the command line. `[schedule]`, `[loss]` and `[task]` start
-afresh when the command line changes their type: what was set of them before belongs to the old type. Scenarios, which
-are simulated, are files of the same form.
+directory in a recipe, and to the working directory on the command line.
+
+If the command line changes the `type` of a section, keys of the old type go. `[schedule]`, `[loss]`, `[streams]` and
+`[weights]` start afresh, in the order of the command line. `[engine]`, `[trainer]`, `[advantage]` and `[task]` keep the
+keys that both types have, and other overrides of theirs apply to the new type. Scenarios, which are simulated, are
+files of the same form.
 """
 
 from midflight.config.files import describe_recipe, describe_scenario, dump_toml, load_recipe, load_scenario

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
-from midflight.config.section import Section
+from midflight.config.section import ByType, OwnSection, Section
 
 
 class RewardConfig(Section):
@@ -17,13 +17,22 @@ class RewardConfig(Section):
     )
 
 
-class AdvantageConfig(Section):
-    type: Literal["group_mean", "group_mean_std", "leave_one_out", "value", "none"] = Field(
-        "group_mean_std", description="the baseline; value: a value head on the policy, learned along with it"
-    )
+class AdvantageOptions(Section):
     normalize_batch: bool = Field(
         False, description="then divide by the standard deviation over the batch, after subtracting its mean"
     )
+
+
+class GroupAdvantageConfig(AdvantageOptions):
+    """The rewards of a group, compared with each other."""
+
+    type: Literal["group_mean", "group_mean_std", "leave_one_out", "none"] = "group_mean_std"
+
+
+class ValueAdvantageConfig(Section):
+    """Compared with what a value head on the policy expects; it is learned along with the policy."""
+
+    type: Literal["value"] = "value"
     gae_lambda: float = Field(
         1.0, ge=0, le=1, description="of generalized advantage estimation from values; 1: reward minus value"
     )
@@ -31,6 +40,13 @@ class AdvantageConfig(Section):
     value_clip: float = Field(
         0.2, gt=0, description="values that moved further from the proximal policy's stop learning (PPO)"
     )
+
+
+class OwnAdvantageConfig(OwnSection, AdvantageOptions):
+    """A function of your own: rewards of a group -> advantages."""
+
+
+AdvantageConfig = Annotated[GroupAdvantageConfig | ValueAdvantageConfig | OwnAdvantageConfig, ByType(keeps=True)]
 
 
 Denominator = Annotated[
@@ -153,19 +169,16 @@ class DecoupledPpoConfig(ClippedOptions):
     )
 
 
-class CustomLossConfig(LossOptions):
+class OwnLossConfig(OwnSection, LossOptions):
     """A function LossInputs -> LossOutput of your own."""
 
-    type: Literal["custom"] = "custom"
-    function: str = Field(pattern=r"^[\w.]+:\w+$", description="package.module:function")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     proximal_every: int | None = Field(
         None, ge=1, description="it also gets log-probabilities of the last version that is a multiple of this"
     )
 
     @property
     def needs_every_token(self) -> bool:
-        """Nobody knows, so yes."""
+        """True: any loss might."""
         return True
 
 
@@ -177,8 +190,8 @@ LossConfig = Annotated[
     | CispoConfig
     | PpoConfig
     | DecoupledPpoConfig
-    | CustomLossConfig,
-    Field(discriminator="type"),
+    | OwnLossConfig,
+    ByType(),
 ]
 
 

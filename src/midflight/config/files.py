@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 import pydantic
 
 from midflight.config.recipe import Recipe
 from midflight.config.scenario import Scenario
-from midflight.config.section import Section
+from midflight.config.section import OWN_TYPE, ByType, Section, members_of, sections_of
 from midflight.errors import MidflightError, RecipeError, ScenarioError
 
 Document = TypeVar("Document", bound=Section)
@@ -28,7 +28,7 @@ class FileKind(Generic[Document]):
     noun: str
     error: type[MidflightError]
     paths: tuple[tuple[str, str], ...]  # keys that are paths: relative to the file
-    of_the_type: frozenset[str] = frozenset()  # sections besides those with several forms that start afresh with a type
+    moved: Mapping[str, str] = field(default_factory=dict)  # keys of earlier versions, and where they are now
 
     def load(self, path: Path, overrides: Sequence[str]) -> Document:
         try:
@@ -38,47 +38,42 @@ class FileKind(Generic[Document]):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise self.error(f"{path} is not valid TOML: {error}") from error
         self._anchor_paths(values, path.resolve().parent)
-        self._set_default_types(values)
-        for override in overrides:
+        for override in sorted(overrides, key=self._comes_later):
             self._apply_override(values, override)
+        self._check_moved(values)
         try:
             return self.model.model_validate(values)
         except pydantic.ValidationError as error:
             raise self.error(self._one_line(error)) from error
 
     def describe(self) -> list[tuple[str, str, str, str]]:
-        """(key, type, default, description) of every key."""
-        rows: list[tuple[str, str, str, str]] = []
+        """(key, type, default, description) of every key; one that not every `type` of a section has says which do."""
+        rows: dict[tuple[str, str, str, str], list[str]] = {}
         for name, section_field in self.model.model_fields.items():
-            for section in _section_types(section_field.annotation):
-                rows += [
-                    (
-                        f"{name}.{key}",
-                        _type_name(field.annotation),
-                        "required"
-                        if field.is_required()
-                        else _toml_value(field.get_default(call_default_factory=True)),
-                        field.description or "",
-                    )
-                    for key, field in section.model_fields.items()
-                ]
-        return rows
+            members = members_of(section_field.annotation) or {"": sections_of(section_field.annotation)[0]}
+            for type_name, section in members.items():
+                for key, info in section.model_fields.items():
+                    required = "required" if info.is_required() else ""
+                    default = required or _toml_value(info.get_default(call_default_factory=True))
+                    description = info.description or (key == "type" and section.__doc__) or ""
+                    row = (f"{name}.{key}", _type_name(info.annotation), default, description)
+                    rows.setdefault(row, []).append(type_name)
+        return [(*row[:3], row[3] + self._owners(row[0], types)) for row, types in rows.items()]
+
+    def _owners(self, key: str, types: Sequence[str]) -> str:
+        section, _, name = key.partition(".")
+        return "" if name == "type" or len(types) >= len(self._members(section)) else f" (of {', '.join(types)})"
+
+    def _comes_later(self, override: str) -> bool:
+        """Whether an override applies to the section that others have chosen the type of."""
+        section, _, name = override.partition("=")[0].strip().partition(".")
+        return not (name == "type" and self._keeps(section))
 
     def _anchor_paths(self, values: dict[str, Any], directory: Path) -> None:
         for section, key in self.paths:
             table = values.get(section)
             if isinstance(table, dict) and isinstance(table.get(key), str):
                 table[key] = str((directory / Path(table[key]).expanduser()).resolve())
-
-    def _set_default_types(self, values: dict[str, Any]) -> None:
-        """A section that sets keys but no `type` has the default one."""
-        for section, field in self.model.model_fields.items():
-            kinds = self._kinds(section)
-            if not kinds:
-                continue
-            table = values.get(section) if field.default is None else values.setdefault(section, {})
-            if isinstance(table, dict):
-                table.setdefault("type", next(iter(kinds)) if field.default is None else field.default.type)
 
     def _apply_override(self, values: dict[str, Any], override: str) -> None:
         key, equals, text = override.partition("=")
@@ -93,12 +88,28 @@ class FileKind(Generic[Document]):
         for part in reversed(parts[:-1]):
             override_values = {part: override_values}
         self._anchor_paths(override_values, Path.cwd())
-        afresh = self._kinds(parts[0]) or parts[0] in self.of_the_type  # whose other keys belong to the type
-        if afresh and parts[-1] == "type" and values.get(parts[0], {}).get("type") != value:
-            values[parts[0]] = {}
-        if parts == ["trainer", "backend"] and values.get("trainer", {}).get("backend") != value:
-            values.get("trainer", {}).pop("zero_stage", None)  # belongs to the old one
+        if parts[1:] == ["type"] and isinstance(values.get(parts[0]), dict):
+            self._change_type(values[parts[0]], parts[0], value)
         self._merge(values, override_values, key)
+
+    def _change_type(self, table: dict[str, Any], section: str, new_type: object) -> None:
+        """Remove the keys that belong to the old type of a section, if it is another one."""
+        members = self._members(section)
+        if table.get("type", self._default_type(section)) == new_type:
+            return
+        if not self._keeps(section):
+            table.clear()
+        table.pop("options", None)
+        new = members.get(str(new_type), members.get(OWN_TYPE))
+        for key in {key for member in members.values() for key in member.model_fields}.intersection(table):
+            if new and key not in new.model_fields:
+                del table[key]
+
+    def _check_moved(self, values: dict[str, Any]) -> None:
+        for old, new in self.moved.items():
+            section, _, key = old.partition(".")
+            if isinstance(values.get(section), dict) and key in values[section]:
+                raise self.error(f"{old} is now {new}")
 
     def _merge(self, values: dict[str, Any], changes: dict[str, Any], key: str) -> None:
         for name, change in changes.items():
@@ -111,45 +122,54 @@ class FileKind(Generic[Document]):
 
     def _one_line(self, error: pydantic.ValidationError) -> str:
         first = error.errors()[0]
-        kinds = self._kinds(str(first["loc"][0])) if first["loc"] else {}
-        location = [str(part) for part in first["loc"] if part not in kinds]
-        key = ".".join(location)
+        section, *inner = [str(part) for part in first["loc"]] or [""]
+        members = self._members(section)
+        chosen = inner.pop(0) if inner and inner[0] in members else ""
+        key = ".".join([section, *inner])
         if first["type"] == "extra_forbidden":
-            kind = first["loc"][1] if len(first["loc"]) > 2 else ""
-            owners = [other for other, section in kinds.items() if location[-1] in section.model_fields]
-            if kind in kinds and owners:
-                return f"{key} is a key of {' and '.join(owners)}, but {location[0]}.type = {kind!r}"
-            return f"unknown key {key}{self._suggestion(location)}"
+            owners = [name for name, member in members.items() if key.partition(".")[2] in member.model_fields]
+            if chosen and owners:
+                return f"{key} is a key of {' and '.join(owners)}, but {section}.type = {chosen!r}"
+            return f"unknown key {key}{self._suggestion(key)}"
         if first["type"] == "union_tag_invalid":
-            return f"{key}.type: there is no {first['ctx']['tag']!r}; known are {', '.join(kinds)}"
+            return f"{key}.type: there is no {first['ctx']['tag']!r}; known are {', '.join(members)}"
         if first["type"] == "missing":
             return f"{key} is missing"
         message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
         got = "" if isinstance(first["input"], dict) or not key else f", got {first['input']!r}"
         return f"{key}: {message}{got}" if key else message
 
-    def _kinds(self, section: str) -> dict[str, type[Section]]:
+    def _members(self, section: str) -> dict[str, type[Section]]:
         """The sections that its `type` chooses from; none if it has only one form."""
-        field = self.model.model_fields.get(section)
-        sections = _section_types(field.annotation) if field else []
-        return {kind.model_fields["type"].default: kind for kind in sections} if len(sections) > 1 else {}
+        info = self.model.model_fields.get(section)
+        return members_of(info.annotation) if info else {}
 
-    def _suggestion(self, location: list[str]) -> str:
-        section = location[0] if len(location) > 1 else ""
-        known = [key for key, *_ in self.describe() if key.startswith(section)]
-        names = known if section else sorted({key.split(".")[0] for key in known})
-        close = difflib.get_close_matches(".".join(location), names, n=1)
-        if close:
-            return f"; did you mean {close[0]}?"
-        return f"; known are {', '.join(dict.fromkeys(names))}"
+    def _default_type(self, section: str) -> object:
+        info = self.model.model_fields.get(section)
+        fields = sections_of(info.annotation)[0].model_fields if info else {}
+        return fields["type"].default if "type" in fields else None
 
+    def _keeps(self, section: str) -> bool:
+        """Whether a section keeps the keys that its old and its new type share."""
+        info = self.model.model_fields.get(section)
+        return info is not None and (ByType(keeps=True) in info.metadata or not self._members(section))
+
+    def _suggestion(self, key: str) -> str:
+        section = key.partition(".")[0] if "." in key else ""
+        known = [name for name, *_ in self.describe() if name.startswith(section)]
+        names = known if section else sorted({name.partition(".")[0] for name in known})
+        close = difflib.get_close_matches(key, names, n=1)
+        return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(dict.fromkeys(names))}"
+
+
+_MOVED = {"trainer.backend": "trainer.type", "loss.function": "loss.type"}  # since version 0.1
 
 RECIPE = FileKind(
     Recipe,
     "recipe",
     RecipeError,
     paths=(("model", "path"), ("run", "directory"), ("reference", "path"), ("weights", "directory")),
-    of_the_type=frozenset({"task"}),
+    moved=_MOVED,
 )
 SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"), ("lengths", "file")))
 
@@ -171,7 +191,8 @@ def dump_toml(document: Section) -> str:
     """A resolved recipe or scenario as TOML; loading it gives the same one."""
     lines: list[str] = []
     for section, values in document.model_dump(mode="json", exclude_none=True).items():
-        lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items()), ""]
+        keys = sorted(values, key=lambda key: key != "type")  # it says which keys there are
+        lines += [f"[{section}]", *(f"{key} = {_toml_value(values[key])}" for key in keys), ""]
     return "\n".join(lines)
 
 
@@ -183,13 +204,6 @@ def describe_recipe() -> list[tuple[str, str, str, str]]:
 def describe_scenario() -> list[tuple[str, str, str, str]]:
     """(key, type, default, description) of every scenario key."""
     return SCENARIO.describe()
-
-
-def _section_types(annotation: Any) -> list[type[Section]]:
-    """The sections that a field may hold: itself, or those of a union, which may be optional."""
-    if isinstance(annotation, type):
-        return [annotation] if issubclass(annotation, Section) else []
-    return [kind for part in get_args(annotation) for kind in _section_types(part)]
 
 
 def _type_name(annotation: Any) -> str:

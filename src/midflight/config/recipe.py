@@ -6,18 +6,30 @@ import math
 
 import pydantic
 
-from midflight.config.algorithms import AdvantageConfig, LossConfig, ReferenceConfig, ReinforceConfig, RewardConfig
+from midflight.config.algorithms import (
+    AdvantageConfig,
+    GroupAdvantageConfig,
+    LossConfig,
+    ReferenceConfig,
+    ReinforceConfig,
+    RewardConfig,
+)
 from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
 from midflight.config.sections import (
     BatchConfig,
+    EmbeddedEngineConfig,
     EngineConfig,
     EvalConfig,
+    MetricsConfig,
     ModelConfig,
     PreprocessConfig,
     RunConfig,
     SamplingConfig,
     ServeConfig,
+    SharedMemoryWeightsConfig,
+    SingleTrainerConfig,
+    SqliteStreamsConfig,
     StreamsConfig,
     SupervisorConfig,
     TaskConfig,
@@ -33,17 +45,18 @@ class Recipe(Section):
     model: ModelConfig
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = EmbeddedEngineConfig()
     schedule: ScheduleConfig = PipelineConfig()
     batch: BatchConfig = BatchConfig()
     reward: RewardConfig = RewardConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
+    advantage: AdvantageConfig = GroupAdvantageConfig()
     loss: LossConfig = ReinforceConfig()
     reference: ReferenceConfig = ReferenceConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
-    streams: StreamsConfig = StreamsConfig()
-    weights: WeightsConfig = WeightsConfig()
-    trainer: TrainerConfig = TrainerConfig()
+    streams: StreamsConfig = SqliteStreamsConfig()
+    weights: WeightsConfig = SharedMemoryWeightsConfig()
+    trainer: TrainerConfig = SingleTrainerConfig()
+    metrics: MetricsConfig = MetricsConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     eval: EvalConfig = EvalConfig()
     serve: ServeConfig = ServeConfig()
@@ -95,11 +108,6 @@ class Recipe(Section):
             raise ValueError(
                 f"advantage.type = {advantage.type!r} compares the rollouts of a group, and batch.group_size = 1: every"
                 " advantage would be 0; a larger group, or advantage.type = 'value' or 'none' would work"
-            )
-        if advantage.type == "value" and advantage.normalize_batch:
-            raise ValueError(
-                "advantage.normalize_batch needs the advantages before training, and advantage.type = 'value' learns"
-                " them in training; false would work"
             )
         if loss.type == "ppo" and advantage.type != "value":
             raise ValueError(

@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 
 from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
-from midflight.config.section import Section
+from midflight.config.section import ByType, Section
 
 
 class ClusterConfig(Section):
@@ -134,7 +134,7 @@ LengthsConfig = Annotated[
     | TwoPointLengthsConfig
     | ListedLengthsConfig
     | RunLengthsConfig,
-    Field(discriminator="type"),
+    ByType(),
 ]
 
 
@@ -165,7 +165,7 @@ class AffineDecodeConfig(Section):
     per_token: float = Field(0.0, ge=0, description="time for each response token that is held: reading keys, values")
 
 
-DecodeConfig = Annotated[PaperDecodeConfig | TableDecodeConfig | AffineDecodeConfig, Field(discriminator="type")]
+DecodeConfig = Annotated[PaperDecodeConfig | TableDecodeConfig | AffineDecodeConfig, ByType()]
 
 
 class TrainingConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
-from midflight.config.section import Section
+from midflight.config.section import ByType, OwnSection, Section
 
 
 class PipelineConfig(Section):
@@ -78,8 +78,12 @@ class OneStepOffConfig(Section):
     num_in_flight: int | None = Field(None, ge=1, description="rollouts at a time; default: a batch")
 
 
+class OwnScheduleConfig(OwnSection):
+    """A class of your own with the members of midflight.protocols.Schedule."""
+
+
 ScheduleConfig = Annotated[
-    PipelineConfig | ConventionalConfig | AprilConfig | BoundedConfig | OneStepOffConfig, Field(discriminator="type")
+    PipelineConfig | ConventionalConfig | AprilConfig | BoundedConfig | OneStepOffConfig | OwnScheduleConfig, ByType()
 ]
 
 

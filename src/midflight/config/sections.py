@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from midflight.config.section import Section
+from midflight.config.section import ByType, OwnSection, Section
 from midflight.types import TEMPERATURES
 
 
@@ -44,17 +44,9 @@ class SamplingConfig(Section):
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 
 
-class EngineConfig(Section):
-    type: Literal["embedded", "http"] = Field(
-        "embedded",
-        description="generate in the rollout process, or on servers that `midflight serve --join` adds to the run",
-    )
-    update_timeout_s: float = Field(
-        60.0, gt=0, description="http: a server that takes longer over new weights leaves, and may join again, seconds"
-    )
-    join_timeout_s: float = Field(
-        600.0, gt=0, description="http: the run ends if there is no server for so long while one is needed, seconds"
-    )
+class EngineOptions(Section):
+    """What every engine understands: those of servers, too, which read the same recipe."""
+
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -77,6 +69,31 @@ class EngineConfig(Section):
     )
 
 
+class EmbeddedEngineConfig(EngineOptions):
+    """Generate in the rollout process."""
+
+    type: Literal["embedded"] = "embedded"
+
+
+class HttpEngineConfig(EngineOptions):
+    """Generate on servers that `midflight serve --join` adds to the run."""
+
+    type: Literal["http"] = "http"
+    update_timeout_s: float = Field(
+        60.0, gt=0, description="a server that takes longer over new weights leaves, and may join again, seconds"
+    )
+    join_timeout_s: float = Field(
+        600.0, gt=0, description="the run ends if there is no server for so long while one is needed, seconds"
+    )
+
+
+class OwnEngineConfig(OwnSection, EngineOptions):
+    """A class of your own with the members of midflight.protocols.Generator."""
+
+
+EngineConfig = Annotated[EmbeddedEngineConfig | HttpEngineConfig | OwnEngineConfig, ByType(keeps=True)]
+
+
 class BatchConfig(Section):
     batch_size: int = Field(32, ge=1, description="rollouts per optimizer step; a multiple of group_size")
     group_size: int = Field(8, ge=1, description="rollouts per problem")
@@ -96,10 +113,16 @@ class BatchConfig(Section):
     )
 
 
-class StreamsConfig(Section):
-    """How groups and batches travel from process to process."""
+class SqliteStreamsConfig(Section):
+    """Groups and batches travel from process to process through files in the run directory."""
 
-    type: Literal["sqlite", "redis"] = Field("sqlite", description="files in the run directory, or keys in a Redis")
+    type: Literal["sqlite"] = "sqlite"
+
+
+class RedisStreamsConfig(Section):
+    """Groups and batches travel through keys in a Redis."""
+
+    type: Literal["redis"] = "redis"
     url: str | None = Field(
         None,
         pattern=r"^(rediss?|unix)://",
@@ -107,27 +130,37 @@ class StreamsConfig(Section):
     )
 
     @pydantic.model_validator(mode="after")
-    def check_url(self) -> StreamsConfig:
-        if self.url and self.type != "redis":
-            raise ValueError(f"url is of a Redis, and type = {self.type!r}; 'redis' would work")
+    def check_url(self) -> RedisStreamsConfig:
         if self.url and "@" in self.url:
             raise ValueError("url holds a password, and would be written to the run; $MIDFLIGHT_REDIS_URL may hold it")
         return self
 
 
-class WeightsConfig(Section):
-    """How new weights travel from the trainer to the process that generates."""
+class OwnStreamsConfig(OwnSection):
+    """A class of your own with the members of midflight.protocols.Stream."""
 
-    type: Literal["shared_memory", "files"] = Field(
-        "shared_memory", description="within one machine, or through a directory that both machines see"
-    )
-    directory: Path | None = Field(None, description="of files; default: weights/ in the run directory")
 
-    @pydantic.model_validator(mode="after")
-    def check_directory(self) -> WeightsConfig:
-        if self.directory and self.type != "files":
-            raise ValueError(f"directory is of files, and type = {self.type!r}; 'files' would work")
-        return self
+StreamsConfig = Annotated[SqliteStreamsConfig | RedisStreamsConfig | OwnStreamsConfig, ByType()]
+
+
+class SharedMemoryWeightsConfig(Section):
+    """New weights travel through the memory of one machine."""
+
+    type: Literal["shared_memory"] = "shared_memory"
+
+
+class FileWeightsConfig(Section):
+    """New weights travel through a directory that the trainer and whatever generates both see."""
+
+    type: Literal["files"] = "files"
+    directory: Path | None = Field(None, description="where they are written; default: weights/ in the run directory")
+
+
+class OwnWeightsConfig(OwnSection):
+    """A class of your own with the members of midflight.protocols.WeightTransport."""
+
+
+WeightsConfig = Annotated[SharedMemoryWeightsConfig | FileWeightsConfig | OwnWeightsConfig, ByType()]
 
 
 class PreprocessConfig(Section):
@@ -139,15 +172,9 @@ class PreprocessConfig(Section):
     threads: int | None = Field(None, ge=1, description="CPU threads of a process of its own; default: 1")
 
 
-class TrainerConfig(Section):
-    backend: Literal["single", "fsdp", "deepspeed"] = Field(
-        "single",
-        description="one process, or several that share optimizer states and more (PyTorch's FSDP2, DeepSpeed's ZeRO)",
-    )
-    num_ranks: int = Field(1, ge=1, description="processes of fsdp and deepspeed; batch.batch_size is a multiple of it")
-    zero_stage: Literal[2, 3] | None = Field(
-        None, description="of deepspeed: share gradients and optimizer states (2), parameters too (3); default: 2"
-    )
+class TrainerOptions(Section):
+    """What every trainer understands."""
+
     device: Device = Field("cpu", description="cpu, cuda (one device per rank) or cuda:N; may be the engine's")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -185,27 +212,72 @@ class TrainerConfig(Section):
     )
 
     @pydantic.model_validator(mode="after")
-    def check_ranks(self) -> TrainerConfig:
-        if self.num_ranks > 1 and self.backend == "single":
-            raise ValueError(f"num_ranks = {self.num_ranks} needs backend = 'fsdp' or 'deepspeed', and it is 'single'")
-        if self.num_ranks > 1 and ":" in self.device:
-            raise ValueError(f"device = {self.device!r} is one, and num_ranks = {self.num_ranks}; 'cuda' would work")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def check_deepspeed(self) -> TrainerConfig:
-        if self.backend != "deepspeed" and self.zero_stage is not None:
-            raise ValueError(f"zero_stage is of backend = 'deepspeed', and it is {self.backend!r}")
-        if self.backend == "deepspeed" and self.lora_rank is not None:
-            raise ValueError("backend = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def check_lora(self) -> TrainerConfig:
+    def check_lora(self) -> TrainerOptions:
         if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets is not None):
             key = "lora_alpha" if self.lora_alpha is not None else "lora_targets"
             raise ValueError(f"{key} is of LoRA adapters, and lora_rank is not set; lora_rank = 16 would work")
         return self
+
+
+class SingleTrainerConfig(TrainerOptions):
+    """One process."""
+
+    type: Literal["single"] = "single"
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+
+class RankOptions(TrainerOptions):
+    """What trainers of several processes understand."""
+
+    num_ranks: int = Field(1, ge=1, description="processes that train; batch.batch_size is a multiple of it")
+
+    @pydantic.model_validator(mode="after")
+    def check_device(self) -> RankOptions:
+        if self.num_ranks > 1 and ":" in self.device:
+            raise ValueError(f"device = {self.device!r} is one, and num_ranks = {self.num_ranks}; 'cuda' would work")
+        return self
+
+
+class FsdpTrainerConfig(RankOptions):
+    """Processes that share parameters, gradients and optimizer states: PyTorch's FSDP2."""
+
+    type: Literal["fsdp"] = "fsdp"
+
+
+class DeepSpeedTrainerConfig(RankOptions):
+    """Processes that share optimizer states and more: DeepSpeed's ZeRO."""
+
+    type: Literal["deepspeed"] = "deepspeed"
+    zero_stage: Literal[2, 3] = Field(2, description="share gradients and optimizer states (2), parameters too (3)")
+
+    @pydantic.model_validator(mode="after")
+    def check_adapters(self) -> DeepSpeedTrainerConfig:
+        if self.lora_rank is not None:
+            raise ValueError("type = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work")
+        return self
+
+
+TrainerConfig = Annotated[SingleTrainerConfig | FsdpTrainerConfig | DeepSpeedTrainerConfig, ByType(keeps=True)]
+
+
+class SinkConfig(OwnSection):
+    """A class of your own with the members of midflight.protocols.MetricsSink."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def with_options(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+
+class MetricsConfig(Section):
+    sinks: tuple[SinkConfig, ...] = Field(
+        (),
+        description='where metrics go besides metrics.jsonl: ["package.module:Class", {type = "package.module:Class",'
+        " options = {...}}]",
+    )
 
 
 class SupervisorConfig(Section):

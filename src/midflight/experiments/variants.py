@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from midflight.config import Recipe
+from midflight.config.section import members_of
 from midflight.errors import RecipeError
 
 _OPTIONS = {"schedule": "--schedules", "loss": "--losses"}  # of the command line
@@ -33,6 +35,8 @@ def parse_variants(section: str, text: str) -> tuple[Variant, ...]:
 
 def _parse(section: str, text: str) -> Variant:
     kind, *settings = text.split(":")
+    if kind and settings and kind not in members_of(Recipe.model_fields[section].annotation) and "=" not in settings[0]:
+        kind = f"{kind}:{settings.pop(0)}"  # an import path
     overrides = [f"{section}.type={kind}"]
     for setting in settings:
         key, equals, value = (part.strip() for part in setting.partition("="))

@@ -5,29 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from midflight.actor.actor import ActorConfig
 from midflight.actor.grading_pool import GradingPool
 from midflight.config import Recipe
-from midflight.engine.engine import Engine, EngineLimits
-from midflight.engine.loading import check_engine_runs, engine_model
+from midflight.config.algorithms import ValueAdvantageConfig
+from midflight.config.section import OwnSection
+from midflight.config.sections import DeepSpeedTrainerConfig
+from midflight.engine.loading import check_engine_runs
 from midflight.engine.rows import MAX_STOP_TOKENS
 from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
+from midflight.launch.engines import check_engine
 from midflight.launch.environments import build_environment
+from midflight.launch.importing import Joint, own_options
+from midflight.launch.metrics import check_sinks
 from midflight.launch.objectives import build_objective
 from midflight.launch.schedules import build_schedule
 from midflight.launch.streams import check_streams
 from midflight.launch.task_check import check_task
+from midflight.launch.weights import check_weights
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids
 from midflight.models.lora import LoraSettings
-from midflight.preprocess.advantages import ADVANTAGES
+from midflight.preprocess.advantages import Advantage
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
 from midflight.protocols import Reference, Schedule, Tokenizer, TrainerBackend, WeightSender
@@ -39,7 +43,14 @@ from midflight.trainer.ranks import OneRank, RankGroup, Ranks, join_ranks
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
-DEFAULT_ZERO_STAGE = 2
+_ADVANTAGES_MODULE = "midflight.preprocess.advantages"
+ADVANTAGES = Joint(
+    "advantage.type",
+    {
+        **{name: f"{_ADVANTAGES_MODULE}:{name}" for name in ("group_mean", "group_mean_std", "leave_one_out")},
+        "none": f"{_ADVANTAGES_MODULE}:no_baseline",
+    },
+)
 _ONE_RANK = OneRank()
 
 
@@ -75,39 +86,14 @@ def build_sampling(recipe: Recipe, path: Path, tokenizer: Tokenizer) -> Sampling
     return SamplingParams(sampling.max_tokens, sampling.temperature, stop_token_ids(path, tokenizer))
 
 
-def build_engine(
-    recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, num_rows: int, version: int = 0
-) -> Engine:
-    """`config`: the model's Hugging Face configuration."""
-    settings = recipe.engine
-    limits = EngineLimits(
-        num_rows=num_rows,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        max_new_tokens=recipe.sampling.max_tokens,
-        max_batched_tokens=settings.max_batched_tokens,
-        kv_cache_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
-        max_update_pause_s=settings.max_update_pause_s,
-    )
-    model = engine_model(
-        config,
-        weights,
-        max_length=limits.max_length,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        device=settings.device,
-    )
-    return Engine(
-        model, limits, version=version, recompute_kv=settings.recompute_kv, prefix_caching=settings.prefix_caching
-    )
-
-
 def build_preprocessing(recipe: Recipe) -> Preprocessing:
     batch, advantage = recipe.batch, recipe.advantage
-    learns_values = advantage.type == "value"
+    learns_values = isinstance(advantage, ValueAdvantageConfig)
     return Preprocessing(
-        advantage=None if learns_values else ADVANTAGES[advantage.type],
+        advantage=build_advantage(recipe),
         max_tokens=batch.max_tokens,
         max_response_tokens=recipe.sampling.max_tokens,
-        normalize_advantages=advantage.normalize_batch,
+        normalize_advantages=not isinstance(advantage, ValueAdvantageConfig) and advantage.normalize_batch,
         mask_older_than=batch.mask_older_than,
         mask_truncated=batch.mask_truncated,
         overlong_buffer=recipe.reward.overlong_buffer,
@@ -115,6 +101,15 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
         reference=None if recipe.loss.kl_coefficient is None else build_reference(recipe),
         num_ranks=recipe.trainer.num_ranks,
     )
+
+
+def build_advantage(recipe: Recipe) -> Advantage | None:
+    """None if a value head learns it. Raises: RecipeError if a function of the user's cannot be used."""
+    advantage = recipe.advantage
+    if isinstance(advantage, ValueAdvantageConfig):
+        return None
+    bound: Advantage = ADVANTAGES.bind(advantage.type, {}, own_options(advantage))
+    return bound
 
 
 def build_reference(recipe: Recipe) -> Reference:
@@ -130,9 +125,10 @@ def build_trainer(recipe: Recipe, sender: WeightSender, ranks: Ranks = _ONE_RANK
     optimizer = OptimizerSettings(config.adam_betas, config.weight_decay, config.max_grad_norm)
     policy = build_policy_settings(recipe)
     device = trainer_device(recipe, ranks.rank)
-    if isinstance(ranks, RankGroup) and config.backend == "deepspeed":
-        stage = config.zero_stage or DEFAULT_ZERO_STAGE
-        return DeepSpeedTrainer(recipe.model.path, optimizer, sender, ranks.num_ranks, stage, policy, device)
+    if isinstance(ranks, RankGroup) and isinstance(config, DeepSpeedTrainerConfig):
+        return DeepSpeedTrainer(
+            recipe.model.path, optimizer, sender, ranks.num_ranks, config.zero_stage, policy, device
+        )
     if isinstance(ranks, RankGroup):
         return ShardedTrainer(recipe.model.path, optimizer, sender, ranks.mesh, policy, device)
     return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device)
@@ -141,7 +137,7 @@ def build_trainer(recipe: Recipe, sender: WeightSender, ranks: Ranks = _ONE_RANK
 @contextlib.contextmanager
 def join_training(recipe: Recipe, rank: int, meeting_point: Path) -> Iterator[Ranks]:
     """The ranks that the recipe wants; `meeting_point`: see `join_ranks`."""
-    if recipe.trainer.backend == "single":
+    if recipe.trainer.type == "single":
         yield _ONE_RANK
         return
     with join_ranks(meeting_point, rank, recipe.trainer.num_ranks, trainer_device(recipe, rank)) as ranks:
@@ -194,21 +190,25 @@ def check_recipe(recipe: Recipe) -> None:
     """
     check_device("trainer", recipe.trainer.device, recipe.trainer.num_ranks)
     _check_deepspeed(recipe, build_objective(recipe).proximal_every)
+    build_advantage(recipe)
+    recipe_schedule(recipe)
     check_streams(recipe)
+    check_weights(recipe)
+    check_sinks(recipe)
     check_evaluation(recipe)
     check_policy(recipe.model.path, build_policy_settings(recipe))
     _check_reference(recipe)
 
 
 def _check_deepspeed(recipe: Recipe, proximal_every: int | None) -> None:
-    if recipe.trainer.backend != "deepspeed":
+    if not isinstance(recipe.trainer, DeepSpeedTrainerConfig):
         return
     if not is_installed():
         raise MissingExtraError("deepspeed", "deepspeed")
     if recipe.trainer.zero_stage == 3 and proximal_every not in (None, 1):
         raise RecipeError(
             f"loss.proximal_every = {proximal_every} needs an older policy, which trainer.zero_stage = 3 does not keep;"
-            " 1, trainer.zero_stage = 2, or trainer.backend = 'fsdp' would work"
+            " 1, trainer.zero_stage = 2, or trainer.type = 'fsdp' would work"
         )
 
 
@@ -244,7 +244,9 @@ def check_model(recipe: Recipe) -> Tokenizer:
     check_device("engine", recipe.engine.device)
     path = recipe.model.path
     check_model_directory(path)
-    check_engine_runs(load_config(path))
+    check_engine(recipe)
+    if not isinstance(recipe.engine, OwnSection):
+        check_engine_runs(load_config(path))
     return load_tokenizer(path)
 
 

@@ -1,23 +1,130 @@
-"""What a recipe names by import path: the user's own environments and losses. Imports no torch itself."""
+"""The joint where names in a recipe become classes and functions, built-in ones and the user's own alike.
+
+A recipe says a built-in name or `package.module:name`; a table maps the former to the latter. Imports no torch itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from midflight.actor.failures import reason_of
-from midflight.errors import RecipeError
+from midflight.config.section import OWN_TYPE, OwnSection, Section
+from midflight.errors import MidflightError, RecipeError
 
 
-def import_object(key: str, path: str) -> Any:
-    """The object that `package.module:name` stands for. `key`: of the recipe, for the error.
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """One key of a recipe that names an implementation.
 
-    Raises: RecipeError if there is no such module, it cannot be imported, or nothing of that name is in it.
+    An implementation gets its options as keyword arguments, and those of the offered arguments that it has parameters
+    for; a class that takes `**kwargs` gets all of them.
     """
-    module_name, _, name = path.partition(":")
+
+    key: str
+    known: Mapping[str, str]  # built-in name -> import path
+    protocol: type | None = None  # what a class makes; None: a function, called with one positional argument
+    other_protocol: type | None = None  # counts instead for what has a member that only this one requires
+
+    def bind(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        """The implementation with its keyword arguments, not called yet.
+
+        Raises: RecipeError if it cannot be imported, lacks a member of the protocol or does not take the options.
+        """
+        found = self._find(name)
+        try:
+            signature = inspect.signature(found)
+            takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+            takes_all &= self.protocol is not None
+            taken = {key: value for key, value in offered.items() if takes_all or key in signature.parameters}
+            signature.bind(*(() if self.protocol else (None,)), **taken | dict(options))
+        except (TypeError, ValueError) as error:
+            section = self.key.removesuffix(".type")
+            raise RecipeError(f"{section}.options: {name}: {error}") from error
+        return functools.partial(found, **taken | dict(options))
+
+    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """The object that the implementation makes, whose constructor may raise anything. Raises: RecipeError."""
+        made = self.bind(name, offered, options)()
+        self._check_members(name, made)
+        return made
+
+    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """The same where nothing but a wrong recipe can be at fault. Raises: RecipeError, whatever is raised."""
+        with users_code(f"{self.key}: {name}, the constructor"):
+            return self.make(name, offered, options)
+
+    def _find(self, name: str) -> Callable[..., Any]:
+        path = self.known.get(name, name)
+        module, colon, attribute = path.partition(":")
+        if not colon:
+            raise RecipeError(f"{self.key}: there is no {name!r}; known are {', '.join([*self.known, OWN_TYPE])}")
+        try:
+            found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise RecipeError(f"{self.key}: cannot import {path!r}: {error}") from error
+        except Exception as error:
+            raise RecipeError(f"{self.key}: cannot import {path!r}: {reason_of(error)}") from error
+        if not callable(found):
+            raise RecipeError(f"{self.key}: {path!r} is of type {type(found).__name__}, not a class or function")
+        if isinstance(found, type):
+            self._check_members(path, found)
+        return found
+
+    def _check_members(self, name: str, found: Any) -> None:
+        protocol = self._protocol_of(found)
+        if protocol is None:
+            return
+        missing = [member for member in members_of(protocol) if not hasattr(found, member)]
+        if isinstance(found, type):
+            missing = [member for member in missing if not _is_set_later(found, member)]
+        if missing:
+            raise RecipeError(f"{self.key}: {name!r} is no {protocol.__name__}: it has no {', no '.join(missing)}")
+
+    def _protocol_of(self, found: Any) -> type | None:
+        if self.protocol is None or self.other_protocol is None:
+            return self.protocol
+        only_other = set(members_of(self.other_protocol)) - set(members_of(self.protocol))
+        return self.other_protocol if any(hasattr(found, member) for member in only_other) else self.protocol
+
+
+@contextlib.contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into a RecipeError with the place in that code."""
     try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"{key}: cannot import {path!r}: {error}") from error
+        yield
+    except MidflightError:
+        raise
     except Exception as error:
-        raise RecipeError(f"{key}: cannot import {path!r}: {reason_of(error)}") from error
+        raise RecipeError(f"{what}: {reason_of(error)}") from error
+
+
+def members_of(protocol: type) -> list[str]:
+    """The names that a protocol and those it inherits from require."""
+    bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
+    names = dict.fromkeys(name for base in bases for name in (*vars(base), *inspect.get_annotations(base)))
+    return [name for name in names if not name.startswith("_")]
+
+
+def own_options(section: Section) -> dict[str, Any]:
+    """The options of an implementation of the user's own; none of a built-in one."""
+    return section.options if isinstance(section, OwnSection) else {}
+
+
+def options_of(section: Section) -> dict[str, Any]:
+    """The same, but the keys of the section where a built-in one is named."""
+    return own_options(section) or {key: value for key, value in section if key not in ("type", "options")}
+
+
+def _is_set_later(found: type, member: str) -> bool:
+    """Whether instances have an attribute that their class has not: declared, assigned in `__init__` or delegated."""
+    for base in found.__mro__:
+        constructor = getattr(vars(base).get("__init__"), "__code__", None)
+        if member in inspect.get_annotations(base) or (constructor and member in constructor.co_names):
+            return True
+    return hasattr(found, "__getattr__")

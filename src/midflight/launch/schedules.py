@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from midflight.config.schedules import (
-    AprilConfig,
-    BoundedConfig,
-    ConventionalConfig,
-    OneStepOffConfig,
-    PipelineConfig,
-    ScheduleConfig,
-    queue_capacity,
-)
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, queue_capacity
+from midflight.launch.importing import Joint, options_of
 from midflight.protocols import Schedule
-from midflight.schedules.april import AprilSchedule
-from midflight.schedules.bounded import BoundedSchedule
-from midflight.schedules.conventional import ConventionalSchedule
-from midflight.schedules.pipeline import PipelineSchedule
+
+SCHEDULES = Joint(
+    "schedule.type",
+    {
+        "pipeline": "midflight.schedules.pipeline:PipelineSchedule",
+        "conventional": "midflight.schedules.conventional:ConventionalSchedule",
+        "april": "midflight.schedules.april:AprilSchedule",
+        "bounded": "midflight.schedules.bounded:BoundedSchedule",
+        "one_step_off": "midflight.schedules.bounded:one_step_off",
+    },
+    Schedule,
+)
 
 
 def build_schedule(config: ScheduleConfig, *, batch_size: int, group_size: int, seed: int) -> Schedule:
-    """`batch_size` and `group_size` in rollouts."""
-    match config:
-        case PipelineConfig():
-            capacity = queue_capacity(config, batch_size)
-            return PipelineSchedule(batch_size, config.num_in_flight, capacity, config.max_lag, config.when_full)
-        case ConventionalConfig():
-            return ConventionalSchedule(batch_size, config.steps_per_rl_step, config.num_in_flight, seed)
-        case AprilConfig():
-            return AprilSchedule(
-                batch_size, group_size, config.over_sampling, config.max_versions, config.num_in_flight, config.refill
-            )
-        case BoundedConfig():
-            return BoundedSchedule(batch_size, config.max_lag, config.updates, config.num_in_flight)
-        case OneStepOffConfig():
-            return BoundedSchedule(batch_size, max_lag=1, updates="boundary", num_in_flight=config.num_in_flight)
+    """`batch_size` and `group_size` in rollouts. Raises: RecipeError if a class of the user's cannot be used."""
+    offered = {"batch_size": batch_size, "group_size": group_size, "seed": seed}
+    options = options_of(config)
+    if isinstance(config, PipelineConfig):
+        options["max_waiting"] = queue_capacity(config, batch_size)
+    schedule: Schedule = SCHEDULES.try_to_make(config.type, offered, options)
+    return schedule

@@ -1,24 +1,27 @@
-"""Recipe -> the streams of a run: files in its directory, or keys in a Redis."""
+"""Recipe -> the streams of a run: files in its directory, keys in a Redis, or the user's own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
+from midflight.config.sections import RedisStreamsConfig
 from midflight.errors import RecipeError, StreamError
+from midflight.launch.importing import Joint, options_of
 from midflight.protocols import Stream
-from midflight.streams.redis import RedisStream
-from midflight.streams.sqlite import SqliteStream
 from midflight.types import ChosenBatch, TrainingBatch
 
 Record = TypeVar("Record")
 
-# Where a password belongs, so that no recipe and no run directory holds one.
-URL_VARIABLE = "MIDFLIGHT_REDIS_URL"
+STREAMS = Joint(
+    "streams.type",
+    {"sqlite": "midflight.streams.sqlite:SqliteStream", "redis": "midflight.streams.redis:RedisStream"},
+    Stream,
+)
 # Batches in either stream. When it is full, finished groups wait in the rollout process.
 _CAPACITY = 4096
 _CHECK_PATIENCE_S = 2.0
@@ -35,23 +38,22 @@ def open_groups(run: RunDirectory, recipe: Recipe) -> Stream[ChosenBatch]:
 
 
 def check_streams(recipe: Recipe) -> None:
-    """Raises: RecipeError if the recipe's Redis cannot be used; MissingExtraError without the package for it."""
-    if recipe.streams.type == "redis":
+    """Raises: RecipeError if the recipe's streams cannot be used; MissingExtraError without a package for them."""
+    offered = _offered(f"midflight:check:{os.getpid()}", Path(), TrainingBatch) | {"patience_s": _CHECK_PATIENCE_S}
+    constructor = STREAMS.bind(recipe.streams.type, offered, options_of(recipe.streams))
+    if isinstance(recipe.streams, RedisStreamsConfig):
         try:
-            name = f"midflight:check:{os.getpid()}"
-            stream = RedisStream(_redis_url(recipe), name, TrainingBatch, 1, _CHECK_PATIENCE_S)
-            with contextlib.closing(stream):
+            with contextlib.closing(constructor()) as stream:
                 stream.remove()
         except StreamError as error:
             raise RecipeError(f"streams: {error}") from error
 
 
 def _open(run: RunDirectory, recipe: Recipe, path: Path, record_type: type[Record]) -> Stream[Record]:
-    if recipe.streams.type == "redis":
-        name = f"midflight:{run.identity}:{path.stem}"
-        return RedisStream(_redis_url(recipe), name, record_type, _CAPACITY)
-    return SqliteStream(path, record_type, _CAPACITY)
+    offered = _offered(f"midflight:{run.identity}:{path.stem}", path, record_type)
+    stream: Stream[Record] = STREAMS.make(recipe.streams.type, offered, options_of(recipe.streams))
+    return stream
 
 
-def _redis_url(recipe: Recipe) -> str:
-    return recipe.streams.url or os.environ.get(URL_VARIABLE) or "redis://127.0.0.1:6379/0"
+def _offered(name: str, path: Path, record_type: type[Any]) -> dict[str, Any]:
+    return {"name": name, "path": path, "record_type": record_type, "capacity": _CAPACITY}

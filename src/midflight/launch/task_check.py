@@ -8,7 +8,7 @@ from dataclasses import fields
 from midflight.config import Recipe
 from midflight.envs.one_turn import first_text
 from midflight.errors import ModelError, RecipeError
-from midflight.launch.environments import users_code
+from midflight.launch.importing import users_code
 from midflight.models.text import encode_prompt, joined
 from midflight.protocols import Environment, GradedTask, Tokenizer
 from midflight.types import Problem
@@ -22,7 +22,7 @@ def check_task(recipe: Recipe, environment: Environment | GradedTask, tokenizer:
     Raises: RecipeError if the environment fails or a prompt is too long; ModelError if the tokenizer cannot write one.
     """
     for problem in _problems(recipe, environment):
-        with users_code(recipe, "reset()"):
+        with users_code(f"task.type: {recipe.task.type}, reset()"):
             prompt = joined(first_text(environment, problem))
         _check_tokenizer_fits(recipe, tokenizer, prompt)
         num_tokens = len(encode_prompt(tokenizer, prompt))
@@ -35,11 +35,11 @@ def check_task(recipe: Recipe, environment: Environment | GradedTask, tokenizer:
 
 def _problems(recipe: Recipe, environment: Environment | GradedTask) -> list[Problem]:
     asked = f"held_out_problems({_NUM_SAMPLES})"
-    with users_code(recipe, asked):
+    with users_code(f"task.type: {recipe.task.type}, {asked}"):
         held_out = environment.held_out_problems(_NUM_SAMPLES)
     if not isinstance(held_out, Sequence):
         raise RecipeError(f"task.type: {recipe.task.type}.{asked} returned a {type(held_out).__name__}, not a list")
-    with users_code(recipe, "problem(0)"):
+    with users_code(f"task.type: {recipe.task.type}, problem(0)"):
         first = environment.problem(0)
     for method, problem in [*((asked, each) for each in held_out), ("problem(0)", first)]:
         _check_problem(f"task.type: {recipe.task.type}.{method} returned a", problem)

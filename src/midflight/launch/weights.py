@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
-from midflight.weights.files import FileReceiver, FileSender
-from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from midflight.launch.importing import Joint, options_of
+from midflight.protocols import WeightTransport
+
+TRANSPORTS = Joint(
+    "weights.type",
+    {
+        "shared_memory": "midflight.weights.shared_memory:SharedMemoryTransport",
+        "files": "midflight.weights.files:FileTransport",
+    },
+    WeightTransport,
+)
 
 
-def open_sender(
-    recipe: Recipe, run: RunDirectory, shared: Path, note: Callable[[str], object]
-) -> SharedMemorySender | FileSender:
-    """`shared`: a path in the memory of this machine. `note` is for the user."""
-    if recipe.weights.type == "files":
-        return FileSender(_directory(recipe, run))
-    return SharedMemorySender(shared, run.spare_weights, note)
+def build_transport(recipe: Recipe, run: RunDirectory, shared: Path, note: Callable[[str], object]) -> WeightTransport:
+    """`shared`: a path in the memory of this machine. `note` is for the user.
+
+    Raises: RecipeError if the user's own cannot be used.
+    """
+    offered = _offered(run, shared, note)
+    transport: WeightTransport = TRANSPORTS.make(recipe.weights.type, offered, options_of(recipe.weights))
+    return transport
 
 
-def open_receiver(recipe: Recipe, run: RunDirectory, shared: Path) -> SharedMemoryReceiver | FileReceiver:
-    if recipe.weights.type == "files":
-        return FileReceiver(_directory(recipe, run))
-    return SharedMemoryReceiver(shared)
+def check_weights(recipe: Recipe) -> None:
+    """Raises: RecipeError if the user's own transport cannot be used."""
+    offered = _offered(RunDirectory(Path()), Path(), str)
+    TRANSPORTS.bind(recipe.weights.type, offered, options_of(recipe.weights))
 
 
-def _directory(recipe: Recipe, run: RunDirectory) -> Path:
-    return recipe.weights.directory or run.path / "weights"
+def _offered(run: RunDirectory, shared: Path, note: Callable[[str], object]) -> dict[str, Any]:
+    return {"run_directory": run.path, "shared": shared, "spare": run.spare_weights, "note": note}

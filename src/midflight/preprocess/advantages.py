@@ -8,6 +8,7 @@ import numpy as np
 
 from midflight.types import Float64Array
 
+# The rewards of a group -> its advantages. One of your own also gets `advantage.options`, as keyword arguments.
 Advantage = Callable[[Float64Array], Float64Array]
 
 # Keeps the division finite where all rewards of a group are equal; the numerator is zero there.
@@ -43,14 +44,6 @@ def leave_one_out(rewards: Float64Array) -> Float64Array:
 def no_baseline(rewards: Float64Array) -> Float64Array:
     """The rewards themselves."""
     return rewards
-
-
-ADVANTAGES: dict[str, Advantage] = {
-    "group_mean": group_mean,
-    "group_mean_std": group_mean_std,
-    "leave_one_out": leave_one_out,
-    "none": no_baseline,
-}
 
 
 def normalize(advantages: Float64Array) -> Float64Array:

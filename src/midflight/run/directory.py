@@ -11,7 +11,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
 
 # What may differ when a run goes on; the rest decides which problems and batches there are.
-_RESUMABLE = {"trainer", "supervisor", "engine", "eval", "preprocess.threads"}
+_RESUMABLE = {"trainer", "metrics", "supervisor", "engine", "eval", "preprocess.threads"}
 _FIXED = {"trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets"}  # what checkpoints hold depends on them
 
 

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 from midflight.concurrency.background import run_in_background
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
+from midflight.config.sections import HttpEngineConfig
 from midflight.errors import MidflightError, ModelError, RequestError
 from midflight.generation.client import TOKEN_VARIABLE, HTTPGenerator
 from midflight.generation.pool import EnginePool, PoolHooks
-from midflight.launch.build import build_engine, recipe_schedule
+from midflight.launch.build import recipe_schedule
+from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config
 from midflight.protocols import Generator
 from midflight.run.engine_registry import Entry, read_entries
@@ -48,8 +50,8 @@ def open_generator(
     recipe: Recipe, run: RunDirectory, version: int, weights: Mapping[str, Tensor], note: Callable[[str], object]
 ) -> AbstractContextManager[Generator]:
     """What generates for a run: an engine in this process, or the servers that join. `note` is for the user."""
-    if recipe.engine.type == "http":
-        return _pool(recipe, run, version, weights, note)
+    if isinstance(recipe.engine, HttpEngineConfig):
+        return _pool(recipe, recipe.engine, run, version, weights, note)
     config, num_rows = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
     return nullcontext(build_engine(recipe, config, weights, num_rows=num_rows, version=version))
 
@@ -67,7 +69,12 @@ def is_settled(generator: Generator) -> bool:
 
 @contextmanager
 def _pool(
-    recipe: Recipe, run: RunDirectory, version: int, weights: Mapping[str, Tensor], note: Callable[[str], object]
+    recipe: Recipe,
+    config: HttpEngineConfig,
+    run: RunDirectory,
+    version: int,
+    weights: Mapping[str, Tensor],
+    note: Callable[[str], object],
 ) -> Iterator[EnginePool]:
     ended = threading.Event()
     servers = Servers(run.engines, functools.partial(connect, recipe), ended, note)
@@ -77,8 +84,8 @@ def _pool(
         run=run_in_background,
         ended=ended,
         hooks=PoolHooks(servers.look, servers.say, servers.left, functools.partial(_check, recipe)),
-        update_timeout_s=recipe.engine.update_timeout_s,
-        join_timeout_s=recipe.engine.join_timeout_s,
+        update_timeout_s=config.update_timeout_s,
+        join_timeout_s=config.join_timeout_s,
     )
     if not read_entries(run.engines):
         note(f"waiting for an engine; to start one: midflight serve {run.config} --join {run.path} serve.port=0")

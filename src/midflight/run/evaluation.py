@@ -9,7 +9,8 @@ import torch
 
 from midflight.config import Recipe
 from midflight.evals.evaluate import Evaluation, Examiner, evaluate, mean_or_none
-from midflight.launch.build import build_engine, build_grader, build_sampling, num_threads
+from midflight.launch.build import build_grader, build_sampling, num_threads
+from midflight.launch.engines import build_engine
 from midflight.launch.environments import build_environment
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
 from midflight.protocols import Grader

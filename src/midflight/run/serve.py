@@ -20,7 +20,8 @@ from midflight.generation.client import TOKEN_VARIABLE
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
-from midflight.launch.build import build_engine, check_model, num_threads
+from midflight.launch.build import check_model, num_threads
+from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, stop_token_ids, weights_of
 from midflight.weights.specs import specs_of
 

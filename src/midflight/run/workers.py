@@ -24,10 +24,10 @@ from midflight.launch.build import (
     trainer_device,
 )
 from midflight.launch.environments import build_environment
+from midflight.launch.metrics import open_sinks
 from midflight.launch.objectives import build_objective
 from midflight.launch.streams import open_batches, open_groups
-from midflight.launch.weights import open_receiver, open_sender
-from midflight.metrics.jsonl import JsonlWriter
+from midflight.launch.weights import build_transport
 from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
 from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceiver
@@ -57,17 +57,15 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     note = functools.partial(context.tell, "note")
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_training(recipe, rank, meeting_point))
-        sender = (
-            None
-            if rank
-            else stack.enter_context(contextlib.closing(open_sender(recipe, run, context.weights_path, note)))
-        )
-        backend = build_trainer(recipe, sender or WeightDrain(), ranks)
+        sender = WeightDrain() if rank else build_transport(recipe, run, context.weights_path, note).sender()
+        stack.enter_context(contextlib.closing(sender))
+        backend = build_trainer(recipe, sender, ranks)
         backend.init(rank)
         state = _resume(backend, ranks, context)
         backend.publish_weights(state.version)
         batches = stack.enter_context(contextlib.closing(open_batches(run, recipe)))
-        metrics = None if rank else stack.enter_context(JsonlWriter(run.metrics, resume_version=state.version))
+        metrics = None if rank else open_sinks(recipe, run, state.version, note)
+        stack.enter_context(contextlib.closing(metrics) if metrics else contextlib.nullcontext())
         tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
         device = trainer_device(recipe, rank)
         step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), ranks, device)
@@ -98,7 +96,8 @@ def rollout_body(context: WorkerContext) -> None:
     recipe, run = context.recipe, context.run
     schedule = recipe_schedule(recipe)
     torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
-    receiver = open_receiver(recipe, run, context.weights_path)
+    note = functools.partial(context.tell, "note")
+    receiver = build_transport(recipe, run, context.weights_path, note).receiver()
     _wait_for_weights(receiver, 0, context)
     version, weights = receiver.receive()
     tokenizer = load_tokenizer(recipe.model.path)
@@ -107,7 +106,7 @@ def rollout_body(context: WorkerContext) -> None:
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
-        open_generator(recipe, run, version, weights, lambda text: context.tell("note", text)) as generator,
+        open_generator(recipe, run, version, weights, note) as generator,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):

@@ -47,3 +47,8 @@ class BoundedSchedule:
     def should_update_weights(self, fleet: FleetView) -> bool:
         at_boundary = not fleet.num_in_flight
         return fleet.newest_version > fleet.version and (self.updates == "in_flight" or at_boundary)
+
+
+def one_step_off(batch_size: int, num_in_flight: int | None = None) -> BoundedSchedule:
+    """One-step-off-policy RL; `batch_size` and `num_in_flight` in rollouts."""
+    return BoundedSchedule(batch_size, max_lag=1, updates="boundary", num_in_flight=num_in_flight)

@@ -19,7 +19,7 @@ class ConventionalSchedule:
     batch_size: int  # rollouts
     steps_per_rl_step: int = 1  # G, optimizer steps
     num_in_flight: int | None = None  # rollouts at a time; None: all of the RL step
-    shuffle_seed: int = 0
+    seed: int = 0  # of the shuffle
     colocated: bool = True
 
     @property
@@ -52,7 +52,7 @@ class ConventionalSchedule:
         if self.steps_per_rl_step == 1:
             yield from groups
             return
-        rng = random.Random(f"{self.shuffle_seed}/{fleet.num_batches}")
+        rng = random.Random(f"{self.seed}/{fleet.num_batches}")
         for place in range(len(groups)):  # no further than is asked for: an RL step may have very many groups
             other = rng.randrange(place, len(groups))
             groups[place], groups[other] = groups[other], groups[place]

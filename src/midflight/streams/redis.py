@@ -16,6 +16,7 @@ say (`appendonly yes`); a stream that is gone is noticed.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ from midflight.streams.codec import SCHEMA_VERSION, Codec, check_schema
 
 Record = TypeVar("Record")
 Result = TypeVar("Result")
+
+# Where a password belongs, so that no recipe and no run directory holds one.
+URL_VARIABLE = "MIDFLIGHT_REDIS_URL"
 
 # How long one blocking call waits, so that a lost connection or a lost wake-up costs no more than that.
 _BLOCK_S = 1.0
@@ -114,9 +118,13 @@ class RedisStream(Generic[Record]):
     Not: shared between threads; each opens its own.
     """
 
-    def __init__(self, url: str, name: str, record_type: type[Record], capacity: int, patience_s: float = 60.0) -> None:
+    def __init__(
+        self, url: str | None, name: str, record_type: type[Record], capacity: int, patience_s: float = 60.0
+    ) -> None:
+        """`url`: default $MIDFLIGHT_REDIS_URL, or a Redis on this machine."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}")
+        url = url or os.environ.get(URL_VARIABLE) or "redis://127.0.0.1:6379/0"
         try:
             import redis
         except ImportError as error:

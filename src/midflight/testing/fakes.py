@@ -155,6 +155,9 @@ class InProcessWeights:
             self.sent[version] = copies
             self._condition.notify_all()
 
+    def close(self) -> None:
+        pass
+
     def newest_version(self) -> int | None:
         with self._condition:
             return max(self.sent, default=None)

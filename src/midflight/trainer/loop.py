@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.concurrency.doorbell import WAIT_SLICE_S
-from midflight.metrics.jsonl import JsonlWriter
-from midflight.protocols import Stream
+from midflight.protocols import MetricsSink, Stream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import checkpoint_of, oldest_checkpoint_version, save_checkpoint
 from midflight.trainer.give_up import GiveUpPolicy
@@ -49,7 +48,7 @@ class TrainLoop:
         batches: Stream[TrainingBatch],
         state: TrainerState,
         tracer: Tracer,
-        metrics: JsonlWriter | None = None,
+        metrics: MetricsSink | None = None,
     ) -> None:
         """`state` is updated in place. Only rank 0 has `metrics`."""
         self.state = state

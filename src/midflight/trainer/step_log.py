@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midflight.metrics.jsonl import JsonlWriter
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_ks
+from midflight.protocols import MetricsSink
 from midflight.tracing.spans import Tracer
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import StepResult
@@ -25,7 +25,7 @@ class _Totals:
 class StepLog:
     """Writes the metrics line of every optimizer step. Ranks other than the first have no writer and write nothing."""
 
-    def __init__(self, writer: JsonlWriter | None, tracer: Tracer, state: TrainerState) -> None:
+    def __init__(self, writer: MetricsSink | None, tracer: Tracer, state: TrainerState) -> None:
         self._writer, self._tracer = writer, tracer
         self._last = self._totals(state)
 

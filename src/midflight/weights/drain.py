@@ -18,3 +18,6 @@ class WeightDrain:
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         deque(weights, maxlen=0)
+
+    def close(self) -> None:
+        pass

@@ -20,6 +20,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -135,6 +136,24 @@ class FileReceiver:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightUpdateError(f"{path} does not say which weights are the newest: {error}") from error
         return self._newest
+
+
+@dataclass(frozen=True, slots=True)
+class FileTransport:
+    """Through files in `directory`; default: in the run directory."""
+
+    run_directory: Path
+    directory: Path | None = None
+
+    def sender(self) -> FileSender:
+        return FileSender(self._place)
+
+    def receiver(self) -> FileReceiver:
+        return FileReceiver(self._place)
+
+    @property
+    def _place(self) -> Path:
+        return self.directory or self.run_directory / "weights"
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +192,21 @@ class SharedMemoryReceiver:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryTransport:
+    """Through a file in the memory of one machine; see SharedMemorySender."""
+
+    shared: Path
+    spare: Path
+    note: Callable[[str], object]
+
+    def sender(self) -> SharedMemorySender:
+        return SharedMemorySender(self.shared, self.spare, self.note)
+
+    def receiver(self) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(self.shared)
 
 
 def _doorbell_path(path: Path) -> Path:

@@ -27,6 +27,12 @@ def test_anything_else_is_an_error(text: str) -> None:
         parse_variants("schedule", text)
 
 
+def test_a_type_may_be_an_import_path() -> None:
+    mine, bounded = parse_variants("schedule", "mine:InTurns:schedule.options.pause=2,bounded")
+    assert mine.overrides == ("schedule.type=mine:InTurns", "schedule.options.pause=2")
+    assert bounded.overrides == ("schedule.type=bounded",)
+
+
 def test_a_schedule_has_one_type() -> None:
     with pytest.raises(RecipeError, match="'type=april' in 'pipeline:type=april'"):
         parse_variants("schedule", "pipeline:type=april")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_recipe
+from midflight.config.sections import DeepSpeedTrainerConfig, SingleTrainerConfig
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.launch import build
 from midflight.launch.build import check_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
-DEEPSPEED, ZERO_3 = "trainer.backend=deepspeed", "trainer.zero_stage=3"
+DEEPSPEED, ZERO_3 = "trainer.type=deepspeed", "trainer.zero_stage=3"
 PROXIMAL = ("loss.type=decoupled_ppo", "loss.proximal_every=4")
 
 
@@ -31,7 +32,7 @@ def test_zero_3_has_no_older_policy(monkeypatch: pytest.MonkeyPatch) -> None:
         check(monkeypatch, ZERO_3, *PROXIMAL)
     assert str(raised.value) == (
         "loss.proximal_every = 4 needs an older policy, which trainer.zero_stage = 3 does not keep;"
-        " 1, trainer.zero_stage = 2, or trainer.backend = 'fsdp' would work"
+        " 1, trainer.zero_stage = 2, or trainer.type = 'fsdp' would work"
     )
 
 
@@ -43,6 +44,8 @@ def test_everything_else_is_fine(monkeypatch: pytest.MonkeyPatch, overrides: tup
 def test_a_change_of_backend_forgets_the_stage(tmp_path: Path) -> None:
     """A run that goes on with another one has the stage in its recipe."""
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[model]\npath = "model"\n[trainer]\nbackend = "deepspeed"\nzero_stage = 3\n')
-    assert load_recipe(recipe, [DEEPSPEED]).trainer.zero_stage == 3
-    assert load_recipe(recipe, ["trainer.backend=single"]).trainer.zero_stage is None
+    recipe.write_text('[model]\npath = "model"\n[trainer]\ntype = "deepspeed"\nzero_stage = 3\n')
+    kept = load_recipe(recipe, [DEEPSPEED]).trainer
+    assert isinstance(kept, DeepSpeedTrainerConfig)
+    assert kept.zero_stage == 3
+    assert load_recipe(recipe, ["trainer.type=single"]).trainer == SingleTrainerConfig()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from midflight.errors import RecipeError
-from midflight.preprocess.advantages import ADVANTAGES
+from midflight.preprocess.advantages import group_mean, group_mean_std, leave_one_out, no_baseline
 from midflight.preprocess.batches import Preprocessing, build_batch
 from midflight.types import (
     ActorState,
@@ -31,7 +31,13 @@ from midflight.types import (
 )
 
 PROMPT = np.array([3, 4], np.int32)
-PLAIN = Preprocessing(ADVANTAGES["group_mean"], max_tokens=64, max_response_tokens=16)
+ADVANTAGES = {
+    "group_mean": group_mean,
+    "group_mean_std": group_mean_std,
+    "leave_one_out": leave_one_out,
+    "none": no_baseline,
+}
+PLAIN = Preprocessing(group_mean, max_tokens=64, max_response_tokens=16)
 
 
 def rollout(

@@ -37,7 +37,7 @@ def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
     message = str(raised.value)
     section = override.partition(".")[0]
     assert f"override {override}: a run goes on with the {section} it began with" in message
-    assert "only engine, eval, preprocess.threads, supervisor, trainer may change" in message
+    assert "only engine, eval, metrics, preprocess.threads, supervisor, trainer may change" in message
     assert "\n" not in message
 
 

@@ -1,0 +1,30 @@
+"""Recipe -> where metrics go: metrics.jsonl always, and the sinks that the recipe lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.launch.importing import Joint
+from midflight.metrics.jsonl import JsonlWriter
+from midflight.metrics.sinks import MetricsSinks
+from midflight.protocols import MetricsSink
+
+SINKS = Joint("metrics.sinks", {}, MetricsSink)
+
+
+def open_sinks(recipe: Recipe, run: RunDirectory, version: int, note: Callable[[str], object]) -> MetricsSinks:
+    """`version`: of the weights that training goes on with. `note` is for the user."""
+    return MetricsSinks(JsonlWriter(run.metrics, resume_version=version), _bound(recipe, run.path, version), note)
+
+
+def check_sinks(recipe: Recipe) -> None:
+    """Raises: RecipeError if a sink cannot be found, or does not take its options."""
+    _bound(recipe, Path(), 0)
+
+
+def _bound(recipe: Recipe, run_directory: Path, version: int) -> list[tuple[str, Callable[[], MetricsSink]]]:
+    offered = {"run_directory": run_directory, "version": version}
+    return [(sink.type, SINKS.bind(sink.type, offered, sink.options)) for sink in recipe.metrics.sinks]

@@ -1,0 +1,84 @@
+"""A run whose every part that can be the user's own is, from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midflight import cli
+from midflight.metrics.jsonl import read_metrics
+
+TESTS = Path(__file__).parents[1]
+RECIPE = TESTS.parent / "recipes" / "cpu_demo.toml"
+
+
+@pytest.mark.slow
+def test_a_run_of_ones_own_parts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = (
+        "schedule.type=own_parts:InTurns",
+        "schedule.options.backwards=true",
+        "advantage.type=own_parts:centered",
+        "advantage.options.scale=2.0",
+        "engine.type=own_parts:logging_engine",
+        f"engine.options.log={tmp_path / 'engines'}",
+        "streams.type=own_parts:CountedStream",
+        "streams.options.suffix=.count",
+        "weights.type=own_parts:OwnDirectory",
+        "weights.options.name=mine",
+        "metrics.sinks=['own_parts:TextSink', 'own_parts:FailingSink']",
+        "preprocess.process=own",
+        "batch.batch_size=16",
+        "eval.num_problems=0",
+        "trainer.max_steps=3",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "midflight", "train", str(RECIPE), f"run.directory={run}", *settings, "--json"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["samples"], summary["max_lag"]) == (3, 48, 0)
+    assert (tmp_path / "engines").read_text() == "chain_sums 16\n"
+    assert [(run / "streams" / f"{name}.count").read_text() for name in ("groups", "batches")] == ["3", "3"]
+    assert (run / "mine" / "newest").exists()
+    lines = read_metrics(run / "metrics.jsonl")
+    written = [f"{line['version']} {line['reward/mean']}" for line in lines]
+    assert (run / "steps.txt").read_text().splitlines() == ["after 0", *written]
+    assert done.stderr.count("metrics sink own_parts:FailingSink failed and gets no more lines") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "schedule.type=own_parts:Nothing",
+            "schedule.type: 'own_parts:Nothing' is no Schedule: it has no colocated, no max_in_flight, no num_to_admit,"
+            " no should_abort, no choose_batch, no should_update_weights",
+        ),
+        ("engine.type=nowhere:Engine", "engine.type: cannot import 'nowhere:Engine': No module named 'nowhere'"),
+        ("trainer.backend=single", "trainer.backend is now trainer.type"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    override: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["midflight", "train", str(RECIPE), f"run.directory={run}", override])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.splitlines() == [f"midflight: {message}"]
+    assert not run.exists()

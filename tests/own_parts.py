@@ -1,0 +1,108 @@
+"""A small implementation of a user's own for every joint, and some that lack something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from midflight.launch.engines import embedded_engine
+from midflight.protocols import Generator
+from midflight.streams.sqlite import SqliteStream
+from midflight.types import BatchChoice, FleetView, Float64Array, ReadyGroup
+from midflight.weights.files import FileReceiver, FileSender
+
+
+class InTurns:
+    """One batch at a time, then one optimizer step."""
+
+    def __init__(self, batch_size: int, backwards: bool = False) -> None:
+        self.batch_size, self.backwards = batch_size, backwards
+        self.colocated = True
+        self.max_in_flight = batch_size
+
+    def num_to_admit(self, fleet: FleetView) -> int:
+        return (fleet.version + 1) * self.batch_size - fleet.num_started
+
+    def should_abort(self, fleet: FleetView) -> bool:
+        return False
+
+    def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
+        if sum(group.num_rollouts for group in ready) < self.batch_size:
+            return None
+        return BatchChoice(train=tuple(sorted((group.group_id for group in ready), reverse=self.backwards)))
+
+    def should_update_weights(self, fleet: FleetView) -> bool:
+        return fleet.newest_version > fleet.version
+
+
+def centered(rewards: Float64Array, scale: float = 1.0) -> Float64Array:
+    return scale * (rewards - np.median(rewards))
+
+
+def logging_engine(log: str, model_path: Path, num_slots: int, **settings: Any) -> Generator:
+    """The embedded engine, after a line in a file."""
+    settings.pop("threads")
+    with Path(log).open("a") as file:
+        file.write(f"{model_path.name} {num_slots}\n")
+    return embedded_engine(num_slots=num_slots, **settings)
+
+
+class CountedStream(SqliteStream[Any]):
+    """Counts its records in a file beside it."""
+
+    def __init__(self, path: Path, record_type: type[Any], capacity: int, suffix: str) -> None:
+        super().__init__(path, record_type, capacity)
+        self.counts = path.with_suffix(suffix)
+
+    def append_many(self, records: Sequence[Any], timeout_s: float | None = None) -> list[int]:
+        offsets = super().append_many(records, timeout_s)
+        self.counts.write_text(str(self.next_offset()))
+        return offsets
+
+
+class OwnDirectory:
+    """Weights through a directory of its own."""
+
+    def __init__(self, run_directory: Path, name: str) -> None:
+        self.directory = run_directory / name
+
+    def sender(self) -> FileSender:
+        return FileSender(self.directory)
+
+    def receiver(self) -> FileReceiver:
+        return FileReceiver(self.directory)
+
+
+class TextSink:
+    def __init__(self, run_directory: Path, version: int, name: str = "steps") -> None:
+        self.file = (run_directory / f"{name}.txt").open("a")
+        self.file.write(f"after {version}\n")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self.file.write(f"{line['version']} {line['reward/mean']}\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class FailingSink:
+    def write(self, line: Mapping[str, Any]) -> None:
+        raise ConnectionError("nobody there")
+
+    def close(self) -> None:
+        pass
+
+
+class Nothing:
+    """Has no member of any protocol."""
+
+
+class Raises(InTurns):
+    def __init__(self, batch_size: int) -> None:
+        raise LookupError("no such table")
+
+
+number = 3

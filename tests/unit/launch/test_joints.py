@@ -1,0 +1,215 @@
+"""Implementations of the user's own: each works where a built-in one does; one that cannot is refused with one line."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+import torch
+
+from midflight.config import load_recipe, load_scenario
+from midflight.config.run_directory import RunDirectory
+from midflight.errors import MidflightError, RecipeError
+from midflight.launch.build import build_advantage, check_recipe, recipe_schedule
+from midflight.launch.engines import build_engine
+from midflight.launch.environments import build_environment
+from midflight.launch.importing import Joint, members_of
+from midflight.launch.metrics import open_sinks
+from midflight.launch.simulation import simulate_scenario
+from midflight.launch.streams import open_batches, open_groups
+from midflight.launch.weights import build_transport
+from midflight.metrics.jsonl import read_metrics
+from midflight.models.loading import load_config, load_model, weights_of
+from midflight.protocols import Generator, Schedule, Stream
+from midflight.report.simulation_table import simulation_json
+from midflight.run.directory import create_run
+from midflight.schedules.pipeline import PipelineSchedule
+from midflight.testing.fakes import CountingEnvironment
+from midflight.types import GenerationRequest, RolloutId, SamplingParams, TensorSpec
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "recipes" / "cpu_demo.toml"
+JOINTS = {
+    "schedule.type": ("Schedule", "num_to_admit, no should_abort, no choose_batch, no should_update_weights"),
+    "task.type": ("Environment", "problem, no held_out_problems, no grade"),
+    "engine.type": ("Generator", "weight_version, no num_in_flight, no num_engines, no update_pending, no add"),
+    "streams.type": ("Stream", "append, no append_many, no read, no trim, no skip_to, no next_offset, no close"),
+    "weights.type": ("WeightTransport", "sender, no receiver"),
+    "metrics.sinks": ("MetricsSink", "write, no close"),
+}
+
+
+def override(key: str, path: str) -> str:
+    return f"{key}=['{path}']" if key == "metrics.sinks" else f"{key}={path}"
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(MidflightError) as raised:
+        check_recipe(load_recipe(RECIPE, overrides))
+    assert raised.value.exit_code == 2
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("key", [*JOINTS, "loss.type", "advantage.type"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Thing", "cannot import 'no_such_module:Thing': No module named 'no_such_module'"),
+        ("own_parts:Missing", "cannot import 'own_parts:Missing': module 'own_parts' has no attribute 'Missing'"),
+        ("own_parts:number", "'own_parts:number' is of type int, not a class or function"),
+    ],
+)
+def test_a_path_to_nothing_is_one_clear_line(key: str, path: str, message: str) -> None:
+    assert refusal(override(key, path)) == f"{key}: {message}"
+
+
+@pytest.mark.parametrize("key", JOINTS)
+def test_a_class_without_the_protocols_members_is_refused_with_their_names(key: str) -> None:
+    protocol, missing = JOINTS[key]
+    said = refusal(override(key, "own_parts:Nothing"))
+    assert said.startswith(f"{key}: 'own_parts:Nothing' is no {protocol}: it has no ")
+    assert missing in said
+
+
+@pytest.mark.parametrize("section", ["schedule", "engine", "streams", "weights", "advantage", "loss"])
+def test_an_unknown_name_is_refused_with_the_known_ones(section: str) -> None:
+    said = refusal(f"{section}.type=magic")
+    assert re.fullmatch(rf"{section}\.type: there is no 'magic'; known are .+, package\.module:name", said)
+
+
+def test_options_that_are_not_taken_are_one_clear_line() -> None:
+    said = refusal("schedule.type=own_parts:InTurns", "schedule.options.sideways=true")
+    assert said == ("schedule.options: own_parts:InTurns: got an unexpected keyword argument 'sideways'")
+    assert refusal("weights.type=own_parts:OwnDirectory").endswith("missing a required argument: 'name'")
+    assert "'sideways'" in refusal("metrics.sinks=[{type = 'own_parts:TextSink', options = {sideways = 1}}]")
+    assert "'sideways'" in refusal("advantage.type=own_parts:centered", "advantage.options.sideways=1")
+
+
+def test_a_schedule_that_cannot_be_made_is_one_clear_line() -> None:
+    said = refusal("schedule.type=own_parts:Raises")
+    assert said.startswith("schedule.type: own_parts:Raises, the constructor: LookupError: no such table (")
+    assert re.search(r"own_parts\.py:\d+\)$", said)
+
+
+def test_members_of_a_protocol_include_attributes_and_those_it_inherits() -> None:
+    class Base(Protocol):
+        name: str
+
+    class Derived(Base, Protocol):
+        @property
+        def size(self) -> int: ...
+
+        def run(self) -> None: ...
+
+    assert members_of(Derived) == ["name", "size", "run"]
+    assert "update_pending" in members_of(Generator)
+    assert "next_offset" in members_of(Stream)
+
+
+@dataclass
+class Declared:
+    colocated: bool
+    max_in_flight: int
+
+
+def test_attributes_may_be_declared_or_assigned_by_the_constructor() -> None:
+    joint = Joint("schedule.type", {}, Schedule)
+    with pytest.raises(RecipeError) as raised:
+        joint._check_members("here:Declared", Declared)
+    assert "colocated" not in str(raised.value)
+    assert "max_in_flight" not in str(raised.value)
+    assert isinstance(joint.make("own_parts:InTurns", {"batch_size": 2, "seed": 1}, {}).colocated, bool)
+
+
+def test_a_built_in_schedule_goes_the_same_way() -> None:
+    schedule = recipe_schedule(load_recipe(RECIPE, ["schedule.max_lag=2", "batch.batch_size=16"]))
+    assert schedule == PipelineSchedule(16, 64, 16 * 3, 2)
+
+
+def test_an_environment_needs_no_seed() -> None:
+    recipe = load_recipe(RECIPE, ["task.type=midflight.testing.fakes:CountingEnvironment"])
+    assert isinstance(build_environment(recipe), CountingEnvironment)
+
+
+def test_ones_own_advantage_gets_its_options() -> None:
+    recipe = load_recipe(RECIPE, ["advantage.type=own_parts:centered", "advantage.options.scale=2.0"])
+    advantage = build_advantage(recipe)
+    assert advantage is not None
+    assert advantage(np.array([0.0, 1.0, 1.0])).tolist() == [-2, 0, 0]
+
+
+def test_ones_own_engine_generates_what_the_one_it_wraps_does(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    own = ["engine.type=own_parts:logging_engine", f"engine.options.log={log}", "engine.threads=1"]
+    path = load_recipe(RECIPE).model.path
+    weights = weights_of(load_model(path))
+    prompts = [np.array([3, 4, 5], np.int32), np.array([6, 7], np.int32)]
+    generated = []
+    for overrides in ([], own):
+        engine = build_engine(load_recipe(RECIPE, overrides), load_config(path), weights, num_rows=2, version=5)
+        requests = [GenerationRequest(RolloutId(i), each, SamplingParams(6), 0) for i, each in enumerate(prompts)]
+        engine.add(requests)
+        completions = []
+        while engine.num_in_flight:
+            completions += engine.step()
+        assert engine.weight_version == 5
+        generated.append({each.rollout_id: each.generated.token_ids.tolist() for each in completions})
+    assert generated[0] == generated[1]
+    assert log.read_text() == "chain_sums 2\n"
+
+
+def run_of(tmp_path: Path, *overrides: str) -> RunDirectory:
+    return create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", *overrides]))
+
+
+def test_ones_own_streams_get_what_they_name(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "streams.type=own_parts:CountedStream", "streams.options.suffix=.count")
+    recipe = load_recipe(run.config)
+    with closing(open_batches(run, recipe)) as batches, closing(open_groups(run, recipe)) as groups:
+        assert batches.next_offset() == groups.next_offset() == 0
+        assert type(batches).__name__ == "CountedStream"
+    assert run.batches.exists()
+    assert run.groups.exists()
+
+
+def test_ones_own_transport_carries_weights(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "weights.type=own_parts:OwnDirectory", "weights.options.name=mine")
+    transport = build_transport(load_recipe(run.config), run, tmp_path / "shared", print)
+    with closing(transport.sender()) as sender:
+        sender.announce([TensorSpec("head", (2,), "float32")])
+        sender.send(4, [("head", torch.tensor([1.0, 2.0]))])
+        version, weights = transport.receiver().receive()
+    assert (version, weights["head"].tolist()) == (4, [1, 2])
+    assert (run.path / "mine").is_dir()
+
+
+def test_every_sink_gets_every_line_and_one_that_fails_costs_nothing(tmp_path: Path) -> None:
+    sinks = (
+        "metrics.sinks=['own_parts:TextSink', {type = 'own_parts:TextSink', options = {name = 'more'}},"
+        " 'own_parts:FailingSink']"
+    )
+    run = run_of(tmp_path, sinks)
+    noted: list[str] = []
+    with closing(open_sinks(load_recipe(run.config), run, 3, noted.append)) as metrics:
+        metrics.write({"version": 4, "reward/mean": 0.5})
+        metrics.write({"version": 5, "reward/mean": 0.25})
+    assert [line["version"] for line in read_metrics(run.metrics)] == [4, 5]
+    assert (run.path / "more.txt").read_text() == "after 3\n4 0.5\n5 0.25\n"
+    assert noted == ["metrics sink own_parts:FailingSink failed and gets no more lines: ConnectionError: nobody there"]
+
+
+def test_ones_own_schedule_is_simulated() -> None:
+    """It decides as conventional RL does."""
+    small = ["batch.batch_size=64", "lengths.max=64", "simulation.num_steps=30", "simulation.num_warm_up_steps=0"]
+    scenario = ROOT / "scenarios" / "paper.toml"
+    own, conventional = (
+        simulation_json(simulate_scenario(load_scenario(scenario, [*small, f"schedule.type={name}"])), None)
+        for name in ("own_parts:InTurns", "conventional")
+    )
+    assert own == conventional

@@ -100,11 +100,12 @@ def test_aborted_requests_go_on_as_if_nothing_had_happened(pool: EnginePool) -> 
     expected = drain(engine)
     pool.add(requests(6, LONG))
     ended: list[Completion] = []
-    while len(pool.generated(RolloutId(0))) < 4:
+    while not ended and len(pool.generated(RolloutId(0))) < 4:
         ended += pool.step()
     partial = pool.abort([RolloutId(each) for each in range(6)])
     ended += drain(pool).values()
-    assert {each.finish_reason for each in partial} == {FinishReason.ABORT}
+    # A remote engine runs ahead of what its client has read, and may have ended them all.
+    assert {each.finish_reason for each in partial} <= {FinishReason.ABORT}
     by_id = {each.rollout_id: each for each in requests(6, LONG)}
     for each in partial:
         start = expected[each.rollout_id].generated.token_ids[: len(each.generated)]

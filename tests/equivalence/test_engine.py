@@ -313,7 +313,7 @@ def test_preempted_sequences_come_out_as_undisturbed_ones() -> None:
     completions = run_to_end(tight)
     assert roomy.num_preempted == 0
     assert tight.num_preempted > 3
-    assert_same(completions, expected)
+    assert_same(completions, expected, rounding=3e-5)  # what was decoded token by token is prefilled in one product
 
 
 def test_with_recompute_kv_what_follows_an_update_is_a_fresh_run_on_that_prefix() -> None:
@@ -425,14 +425,14 @@ def test_tokens_so_far_can_be_read_while_a_sequence_runs() -> None:
         engine.generated(request.rollout_id)
 
 
-def assert_same(actual: dict[int, Completion], expected: dict[int, Completion]) -> None:
+def assert_same(actual: dict[int, Completion], expected: dict[int, Completion], rounding: float = 1e-5) -> None:
     assert actual.keys() == expected.keys()
     for rollout_id, completion in actual.items():
         other = expected[rollout_id]
         assert completion.generated.token_ids.tolist() == other.generated.token_ids.tolist()
         assert completion.generated.weight_versions.tolist() == other.generated.weight_versions.tolist()
         assert completion.finish_reason is other.finish_reason
-        np.testing.assert_allclose(completion.generated.logprobs, other.generated.logprobs, atol=1e-5)
+        np.testing.assert_allclose(completion.generated.logprobs, other.generated.logprobs, atol=rounding)
 
 
 def test_samples_of_one_prompt_cost_one_prefill() -> None:

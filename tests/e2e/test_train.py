@@ -258,7 +258,10 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
         ((RECIPE, "trainer.max_steps=few"), "trainer.max_steps: should be a valid integer"),
         ((RECIPE, "model.path=/nowhere"), "model.path: there is no directory /nowhere"),
         ((RECIPE, "batch.batch_size=30"), "is not a multiple of batch.group_size = 8; 24 or 32 would work"),
-        ((RECIPE, "task.type=sudoku"), "task.type: there is no 'sudoku'; known are chain_sums, running_sums, package.module:name"),
+        (
+            (RECIPE, "task.type=sudoku"),
+            "task.type: there is no 'sudoku'; known are chain_sums, running_sums, package.module:name",
+        ),
         ((RECIPE, "task.options.min_terms=1"), "min_terms = 1"),
         ((RECIPE, "task.options.colour=1"), "task.options: "),
         ((RECIPE, "task.type=midflight.testing.fakes:CountingEnvironment"), "'-1': it has no -"),

@@ -16,7 +16,7 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost
 from midflight.sim.lengths import CycledLengths
-from midflight.sim.simulator.engines import Engine
+from midflight.sim.simulator.engines import SimEngine
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 from property.test_schedules import GROUP_SIZE, Run, World, members
 
@@ -55,9 +55,11 @@ class Ticking(Run):
 @pytest.fixture(autouse=True, scope="module")
 def same_order() -> Iterator[None]:
     """What ends in one tick, the real actor takes in the order of ids, and the simulator in that of slots."""
-    take_ended = Engine.take_ended
+    take_ended = SimEngine.take_ended
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "take_ended", lambda engine: sorted(take_ended(engine), key=lambda each: each.rollout_id))
+        patch.setattr(
+            SimEngine, "take_ended", lambda engine: sorted(take_ended(engine), key=lambda each: each.rollout_id)
+        )
         yield
 
 

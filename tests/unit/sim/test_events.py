@@ -19,7 +19,7 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost, RateTable
 from midflight.sim.lengths import CycledLengths, lognormal, uniform
-from midflight.sim.simulator.engines import Engine, SimRollout, StepTimes
+from midflight.sim.simulator.engines import SimEngine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import Failure, Failures
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
@@ -78,7 +78,7 @@ def test_a_draining_batch_speeds_up_as_it_empties() -> None:
 
 
 def test_an_update_before_the_first_token_leaves_one_version() -> None:
-    engine, rollout = Engine(0, StepTimes(AffineCost(1.0))), SimRollout(0, 0, length=3)
+    engine, rollout = SimEngine(0, StepTimes(AffineCost(1.0))), SimRollout(0, 0, length=3)
     engine.add(rollout, 0.0)
     engine.adopt(0.0, pause=0.0)
     assert engine.take_ended() == [rollout]

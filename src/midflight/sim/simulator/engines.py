@@ -59,7 +59,7 @@ class StepTimes(dict[int, float]):
         return time
 
 
-class Engine:
+class SimEngine:
     """Sequences in flight, and the steps at which they end."""
 
     def __init__(self, index: int, step_times: StepTimes) -> None:

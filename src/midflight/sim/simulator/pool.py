@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from midflight.sim.simulator.engines import Engine, SimRollout
+from midflight.sim.simulator.engines import SimEngine, SimRollout
 
 
 class Pool:
     """Engines by how much they have in flight. Those that have as much wait in line for more."""
 
-    def __init__(self, engines: list[Engine], max_in_flight: int) -> None:
+    def __init__(self, engines: list[SimEngine], max_in_flight: int) -> None:
         self._engines, self._max_in_flight = engines, max_in_flight
-        self._by_load: list[OrderedDict[int, Engine]] = [OrderedDict((engine.index, engine) for engine in engines)]
+        self._by_load: list[OrderedDict[int, SimEngine]] = [OrderedDict((engine.index, engine) for engine in engines)]
         self._least = 0  # no engine has less in flight
         self._waiting: deque[SimRollout] = deque()
         self.num_alive = len(engines)
@@ -22,20 +22,20 @@ class Pool:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def alive(self) -> list[Engine]:
+    def alive(self) -> list[SimEngine]:
         return [engine for engine in self._engines if engine.is_alive]
 
-    def place(self, rollouts: list[SimRollout], now: float) -> dict[int, Engine]:
+    def place(self, rollouts: list[SimRollout], now: float) -> dict[int, SimEngine]:
         """The engines that have got something, by their indices."""
         self._waiting.extend(rollouts)
-        changed: dict[int, Engine] = {}
+        changed: dict[int, SimEngine] = {}
         while self._waiting and (engine := self._least_loaded()) is not None:
             engine.add(self._waiting.popleft(), now)
             self._move(engine)
             changed[engine.index] = engine
         return changed
 
-    def take_ended(self, engine: Engine) -> list[SimRollout]:
+    def take_ended(self, engine: SimEngine) -> list[SimRollout]:
         ended = engine.take_ended()
         self._move(engine)
         return ended
@@ -46,7 +46,7 @@ class Pool:
         self._waiting.clear()
         return interrupted
 
-    def lose(self, engine: Engine, now: float) -> list[SimRollout]:
+    def lose(self, engine: SimEngine, now: float) -> list[SimRollout]:
         """What it had in flight."""
         rollouts = self._interrupt(engine, now)
         engine.is_alive = False
@@ -54,19 +54,19 @@ class Pool:
         self.num_alive -= 1
         return rollouts
 
-    def come_back(self, engine: Engine, now: float) -> None:
+    def come_back(self, engine: SimEngine, now: float) -> None:
         engine.is_alive = True
         engine.run_to(now)
         self.num_alive += 1
         self._load[engine.index] = self._least = 0
         self._by_load[0][engine.index] = engine
 
-    def _interrupt(self, engine: Engine, now: float) -> list[SimRollout]:
+    def _interrupt(self, engine: SimEngine, now: float) -> list[SimRollout]:
         rollouts = engine.interrupt(now)
         self._move(engine)
         return rollouts
 
-    def _least_loaded(self) -> Engine | None:
+    def _least_loaded(self) -> SimEngine | None:
         while self._least < len(self._by_load) and not self._by_load[self._least]:
             self._least += 1
         if self._least >= min(len(self._by_load), self._max_in_flight):
@@ -74,7 +74,7 @@ class Pool:
             return None
         return next(iter(self._by_load[self._least].values()))
 
-    def _move(self, engine: Engine) -> None:
+    def _move(self, engine: SimEngine) -> None:
         load = engine.num_in_flight
         while len(self._by_load) <= load:
             self._by_load.append(OrderedDict())

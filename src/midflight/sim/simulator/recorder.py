@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from midflight.sim.simulator.engines import Engine, SimRollout
+from midflight.sim.simulator.engines import SimEngine, SimRollout
 from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome, Reading, TrainedBatch
 from midflight.types import ActorState, Float64Array, Int64Array
 
@@ -14,7 +14,7 @@ from midflight.types import ActorState, Float64Array, Int64Array
 class BatchRecorder:
     """Is told what happens; batches are recorded when training on them starts."""
 
-    def __init__(self, engines: Sequence[Engine], max_length: int) -> None:
+    def __init__(self, engines: Sequence[SimEngine], max_length: int) -> None:
         self._engines = engines
         self._positions = ((np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS * max_length).astype(np.int64)
         self._versions = [0]  # after so many updates
@@ -83,7 +83,7 @@ class _SegmentAges:
     Shapes: `segments` [S, 5], one Segment each; `versions` [U + 1], those in use after 0, 1, ... U updates.
     """
 
-    def __init__(self, engines: Sequence[Engine], segments: Int64Array, versions: Int64Array, version: int) -> None:
+    def __init__(self, engines: Sequence[SimEngine], segments: Int64Array, versions: Int64Array, version: int) -> None:
         engine, self._start, self._num_tokens, first_update, self._offset = segments.T
         self._lags = version - versions
         self._first = int(first_update.min())

@@ -23,7 +23,7 @@ from midflight.errors import ScenarioError
 from midflight.protocols import Schedule
 from midflight.sim.costs import StepCost
 from midflight.sim.lengths import Lengths
-from midflight.sim.simulator.engines import Engine, SimRollout, StepTimes
+from midflight.sim.simulator.engines import SimEngine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import NO_FAILURES, Failures
 from midflight.sim.simulator.groups import Gradients, SimGroups
 from midflight.sim.simulator.outcome import Outcome, Reading
@@ -92,7 +92,7 @@ class _Simulation:
         self._ledger = Ledger(run.batch_size, run.group_size)
         self._groups = SimGroups(run.lengths, run.group_size, run.filter_rate, run.gradients, run.seed)
         times = StepTimes(run.step_cost)
-        self._engines = [Engine(index, times) for index in range(run.num_engines)]
+        self._engines = [SimEngine(index, times) for index in range(run.num_engines)]
         self._pool = Pool(self._engines, run.schedule.max_in_flight)
         self._recorder = BatchRecorder(self._engines, run.lengths.distribution.max)
         self._events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, subject, stamp)
@@ -103,7 +103,7 @@ class _Simulation:
         self._in_preprocessing: deque[_Batch] = deque()
         self._is_training = False
         self._is_undecided = False  # the schedule decided something, and may decide more at this time
-        self._changed: dict[int, Engine] = {}
+        self._changed: dict[int, SimEngine] = {}
         self._back_at: dict[int, float] = {}
         for engine in self._engines:
             self._foresee_failure(engine)
@@ -236,7 +236,7 @@ class _Simulation:
                 self._at(engine.next_end(), _Kind.ENDED, index, engine.stamp)
         self._changed.clear()
 
-    def _foresee_failure(self, engine: Engine) -> None:
+    def _foresee_failure(self, engine: SimEngine) -> None:
         failure = self._run.failures.next(engine.index, self._now)
         if failure is not None:
             self._back_at[engine.index] = failure.end

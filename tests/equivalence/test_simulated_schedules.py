@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 
@@ -55,7 +56,7 @@ class Ticking(Run):
 @pytest.fixture(autouse=True, scope="module")
 def same_order() -> Iterator[None]:
     """What ends in one tick, the real actor takes in the order of ids, and the simulator in that of slots."""
-    take_ended = SimEngine.take_ended
+    take_ended, key = SimEngine.take_ended, operator.attrgetter("rollout_id")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             SimEngine, "take_ended", lambda engine: sorted(take_ended(engine), key=lambda each: each.rollout_id)

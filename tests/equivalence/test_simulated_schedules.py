@@ -17,7 +17,7 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost
 from midflight.sim.lengths import CycledLengths
-from midflight.sim.simulator.engines import SimEngine
+from midflight.sim.simulator.engines import SimEngine, SimRollout
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 from property.test_schedules import GROUP_SIZE, Run, World, members
 
@@ -56,11 +56,13 @@ class Ticking(Run):
 @pytest.fixture(autouse=True, scope="module")
 def same_order() -> Iterator[None]:
     """What ends in one tick, the real actor takes in the order of ids, and the simulator in that of slots."""
-    take_ended, key = SimEngine.take_ended, operator.attrgetter("rollout_id")
+    take_ended = SimEngine.take_ended
+
+    def in_order(engine: SimEngine) -> list[SimRollout]:
+        return sorted(take_ended(engine), key=operator.attrgetter("rollout_id"))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            SimEngine, "take_ended", lambda engine: sorted(take_ended(engine), key=lambda each: each.rollout_id)
-        )
+        patch.setattr(SimEngine, "take_ended", in_order)
         yield
 
 

@@ -165,7 +165,7 @@ def app(tokenizer) -> Callable[[], object]:
     """Makes the application of another server."""
 
     def make() -> object:
-        served = ServedModel("tiny", tokenizer, VOCAB_SIZE, 56, 24, 16)
+        served = ServedModel("tiny", tokenizer, (), VOCAB_SIZE, 56, 24, 16)
         return create_app(GeneratorDriver(tiny_engine(tiny_model())), served, [])
 
     return make

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import TracebackType
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
 from midflight.errors import GenerationLostError
-from midflight.generation.schemas import ModelList
+from midflight.generation.schemas import Model, ModelList, lists_of
 from midflight.generation.token_streams import TokenStreams, reason_of, refusal_of
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
@@ -39,21 +38,6 @@ TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # of the environment; both ends look t
 STEP_S = 0.05
 # Shorter than any server's patience with an idle connection, so that none is used just as it is closed.
 KEEPALIVE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """What a server can take."""
-
-    vocab_size: int
-    max_length: int  # of a sequence, tokens
-    max_choices: int  # sequences in one request
-
-    @classmethod
-    def of(cls, answer: object) -> ServerLimits:
-        """From the answer to /v1/models. Raises: ValueError if it is not ours."""
-        (model,) = ModelList.model_validate(answer).data
-        return cls(model.vocab_size, model.max_length, model.max_choices)
 
 
 class HTTPGenerator:
@@ -157,11 +141,11 @@ class HTTPGenerator:
         self._sender.send(version, weights, self._announce)
         self._sent_version = version
 
-    def limits(self) -> ServerLimits:
+    def limits(self) -> Model:
         """What the server can take."""
         answer = self._call("GET", "/v1/models")
         try:
-            return ServerLimits.of(answer)
+            return model_of(answer)
         except ValueError as error:
             raise GenerationLostError(f"{self._control.base_url} does not answer like a `midflight serve`") from error
 
@@ -175,9 +159,7 @@ class HTTPGenerator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _invite(self, invitation: Invitation) -> None:
@@ -222,9 +204,11 @@ class HTTPGenerator:
         if self._sent_version is not None:
             body["min_weight_version"] = self._sent_version
         if generated:
-            body["generated"] = {
-                "token_ids": generated.token_ids.tolist(),
-                "logprobs": generated.logprobs.tolist(),
-                "weight_versions": generated.weight_versions.tolist(),
-            }
+            body["generated"] = lists_of(generated)
         return body
+
+
+def model_of(answer: object) -> Model:
+    """The model in an answer to /v1/models. Raises: ValueError if the answer is not ours."""
+    (model,) = ModelList.model_validate(answer).data
+    return model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import PlainTextResponse
@@ -24,10 +24,13 @@ from midflight.generation.schemas import (
     Status,
     WeightUpdateRequest,
     WeightUpdateResponse,
+    lists_of,
 )
 from midflight.types import RolloutId, TensorSpec
 from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver
 from midflight.weights.specs import num_bytes
+
+T = TypeVar("T")
 
 
 def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
@@ -52,17 +55,11 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
     async def abort(body: AbortRequest) -> AbortResponse:
         """Stop these rollouts and return what they generated so far; those not in flight are passed over."""
         completions = await asyncio.wrap_future(driver.abort([RolloutId(each) for each in body.rollout_ids]))
-        return AbortResponse(
-            aborted=[
-                AbortedRollout(
-                    rollout_id=completion.rollout_id,
-                    token_ids=completion.generated.token_ids.tolist(),
-                    logprobs=finite_or_none(completion.generated.logprobs),
-                    weight_versions=completion.generated.weight_versions.tolist(),
-                )
-                for completion in completions
-            ]
-        )
+        aborted = []
+        for completion in completions:
+            tokens = lists_of(completion.generated) | {"logprobs": finite_or_none(completion.generated.logprobs)}
+            aborted.append(AbortedRollout(rollout_id=completion.rollout_id, **tokens))
+        return AbortResponse(aborted=aborted)
 
     @router.post("/pause", response_model=Status, dependencies=admin)
     async def pause() -> Status:
@@ -81,15 +78,13 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
         """Join the process group that new weights come through, instead of one joined before."""
         if body.rank >= body.world_size:
             raise ApiError(400, f"rank is {body.rank}, not 1 to {body.world_size - 1}", param="rank")
-        with weights.one_at_a_time():
-            await asyncio.wrap_future(run_in_background(lambda: weights.join(Invitation(**body.model_dump()))))
+        await weights.alone(lambda: weights.join(Invitation(**body.model_dump())))
         return InitProcessGroupResponse(rank=body.rank, world_size=body.world_size)
 
     @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
     async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:
         """Receive the announced tensors while decoding goes on, then swap them in between two steps."""
-        with weights.one_at_a_time():
-            return await asyncio.wrap_future(run_in_background(lambda: weights.update(body)))
+        return await weights.alone(lambda: weights.update(body))
 
     return router
 
@@ -100,13 +95,16 @@ def metrics_router(driver: GeneratorDriver) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> str:
         """For Prometheus."""
-        return _prometheus(driver)
+        return "".join(
+            f"# HELP midflight_{name} {text}\n# TYPE midflight_{name} {kind}\nmidflight_{name} {read(driver)}\n"
+            for name, kind, text, read in _METRICS
+        )
 
     return router
 
 
 class WeightIntake:
-    """The server's end of the weight transport; its methods block, but for `one_at_a_time`.
+    """The server's end of the weight transport. `join` and `update` block; `alone` runs them in a thread.
 
     `expected` are the tensors of the model: an announcement of others is refused before anything is received.
     """
@@ -115,18 +113,14 @@ class WeightIntake:
         self._driver, self._device = driver, device
         self._expected = {spec.name: spec.shape for spec in expected}
         self._receiver: ProcessGroupReceiver | None = None
-        self._busy = False
+        self._lock = asyncio.Lock()
 
-    @contextmanager
-    def one_at_a_time(self) -> Iterator[None]:
-        """Raises: ApiError 409 if another update or join is going on. For the event loop's thread only."""
-        if self._busy:
+    async def alone(self, function: Callable[[], T]) -> T:
+        """The result of a blocking call. Raises: ApiError 409 if another update or join is going on."""
+        if self._lock.locked():
             raise ApiError(409, "another weight update is going on", code="update_in_progress")
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
+        async with self._lock:
+            return await asyncio.wrap_future(run_in_background(function))
 
     def join(self, invitation: Invitation) -> None:
         """Raises: WeightUpdateError if the group does not come together in time."""
@@ -184,10 +178,3 @@ _METRICS: tuple[tuple[str, str, str, Callable[[GeneratorDriver], float]], ...] =
     ("paused", "gauge", "1 while paused", lambda driver: float(driver.paused)),
     ("failed", "gauge", "1 once generation has failed", lambda driver: float(driver.failure is not None)),
 )
-
-
-def _prometheus(driver: GeneratorDriver) -> str:
-    return "".join(
-        f"# HELP midflight_{name} {text}\n# TYPE midflight_{name} {kind}\nmidflight_{name} {read(driver)}\n"
-        for name, kind, text, read in _METRICS
-    )

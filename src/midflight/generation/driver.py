@@ -55,10 +55,10 @@ class Counters:
 @dataclass(slots=True)
 class _Listening:
     listener: Listener
-    num_seen: int  # tokens handed to the listener
-    num_resumed: int  # of those it came with
+    num_resumed: int  # tokens it came with
     chunk_tokens: int | None  # None: everything at the end
     added_at_step: int
+    num_seen: int = 0  # tokens handed to the listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,7 @@ class GeneratorDriver:
             self._generator.add(requests)
             for request in requests:
                 num_resumed = len(request.generated) if request.generated else 0
-                self._listening[request.rollout_id] = _Listening(
-                    listener, 0, num_resumed, chunk_tokens, self._num_steps
-                )
+                self._listening[request.rollout_id] = _Listening(listener, num_resumed, chunk_tokens, self._num_steps)
 
         return self._submit(command)
 
@@ -141,11 +139,7 @@ class GeneratorDriver:
 
         def command() -> None:
             started_s = time.perf_counter()
-            try:
-                self._generator.update_weights(version, weights)
-            except Exception as error:
-                done.set_exception(error)
-                return
+            self._generator.update_weights(version, weights)
             self._update = _Update(done, weights, time.perf_counter() - started_s)
             self._finish_update()
 
@@ -223,26 +217,20 @@ class GeneratorDriver:
             if listening.chunk_tokens and age % listening.chunk_tokens == 0:
                 new = self._generator.generated(rollout_id, listening.num_seen)
                 if len(new):
-                    self._tell(rollout_id, listening, new, None)
+                    self._tell(listening, Progress(rollout_id, new, None))
         self._finish_update()
 
     def _end(self, completion: Completion) -> None:
         listening = self._listening.pop(completion.rollout_id)
         rest = completion.generated.part(listening.num_seen)
-        self._tell(completion.rollout_id, listening, rest, completion.finish_reason, completion.prompt)
+        last = Progress(completion.rollout_id, rest, completion.finish_reason, completion.prompt)
+        self._tell(listening, last)
 
-    def _tell(
-        self,
-        rollout_id: RolloutId,
-        listening: _Listening,
-        new: GeneratedTokens,
-        reason: FinishReason | None,
-        prompt: GeneratedTokens | None = None,
-    ) -> None:
+    def _tell(self, listening: _Listening, progress: Progress) -> None:
         before = max(listening.num_seen, listening.num_resumed)
-        listening.num_seen += len(new)
+        listening.num_seen += len(progress.generated)
         self.counters.generated_tokens += max(0, listening.num_seen - before)
-        listening.listener(Progress(rollout_id, new, reason, prompt))
+        listening.listener(progress)
 
     def _finish_update(self) -> None:
         if self._update is None or self._generator.update_pending:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -37,14 +37,22 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(Exception):
-    """An answer other than success; `param` is the field that is wrong."""
+    """An answer other than success; `param` is the field that is wrong. `kind`: by default, that of the status."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.status = status
+        kind = kind or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.status, self.headers = status, headers
         self.detail = ErrorDetail(message=_writable(message), type=kind, param=param and _writable(param), code=code)
-        self.headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -55,16 +63,12 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _invalid(error)
         case HTTPException():
-            answer = ApiError(error.status_code, str(error.detail))
-            answer.headers = dict(error.headers) if error.headers else None
-            return answer
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RequestError():
             return ApiError(400, str(error))
         case WeightUpdateError():
-            answer = ApiError(400, str(error))
-            answer.detail.type = "weight_update_error"
-            answer.detail.code = "weights_not_finite" if isinstance(error, NonFiniteWeightsError) else None
-            return answer
+            code = "weights_not_finite" if isinstance(error, NonFiniteWeightsError) else None
+            return ApiError(400, str(error), kind="weight_update_error", code=code)
         case GenerationError():
             return ApiError(500, str(error), code="generation_failed")
         case _:
@@ -93,26 +97,20 @@ class BodyLimit:
         self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            announced = dict(scope["headers"]).get(b"content-length", b"0")
-            too_long = announced.isdigit() and int(announced) > self._max_bytes
-            receive = _limited(receive, self._max_bytes, too_long)
-        await self._app(scope, receive, send)
+        announced = dict(scope.get("headers", ())).get(b"content-length", b"0")
+        too_long = announced.isdigit() and int(announced) > self._max_bytes
+        num_bytes = 0
 
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message: Message = {} if too_long else await receive()
+            num_bytes += len(message.get("body", b""))
+            if too_long or num_bytes > self._max_bytes:
+                # FastAPI passes only its own HTTPException on from where it reads a body.
+                raise FastAPIHTTPException(413, f"the body has more than {self._max_bytes} bytes")
+            return message
 
-def _limited(receive: Receive, max_bytes: int, too_long: bool) -> Callable[[], Awaitable[Message]]:
-    num_bytes = 0
-
-    # FastAPI passes only its own HTTPException on from where it reads a body.
-    async def limited() -> Message:
-        nonlocal num_bytes
-        message: Message = {} if too_long else await receive()
-        num_bytes += len(message.get("body", b""))
-        if too_long or num_bytes > max_bytes:
-            raise FastAPIHTTPException(413, f"the body has more than {max_bytes} bytes")
-        return message
-
-    return limited
+        await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
 def require_admin(
@@ -123,7 +121,8 @@ def require_admin(
     if expected is None:
         return
     if credentials is None:
-        raise ApiError(401, "this needs the header Authorization: Bearer <admin token>")
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, "this needs the header Authorization: Bearer <admin token>", headers=headers)
     if not hmac.compare_digest(credentials.credentials.encode(), expected.encode()):
         raise ApiError(403, "the admin token is wrong")
 

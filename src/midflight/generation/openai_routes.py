@@ -83,18 +83,16 @@ async def _answer(
     options = body.stream_options
     chunk_tokens = (options.chunk_tokens if options else 1) if body.stream else None
     start = jobs.start(requests, reply.text.decode, stop, chunk_tokens=chunk_tokens, wait=body.rollout_id is None)
-    if body.stream:
-        job = await _unless_disconnected(request, start)
-        if job is None:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return _EventStream(job, _events(job, reply, bool(options and options.include_usage)))
-    content = await _unless_disconnected(request, _whole(start, reply))
-    if content is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return Response(content, media_type="application/json")
+    answer = _stream(start, reply, bool(options and options.include_usage)) if body.stream else _whole(start, reply)
+    return await _unless_disconnected(request, answer) or Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _whole(start: Awaitable[Job], reply: Reply) -> str:
+async def _stream(start: Awaitable[Job], reply: Reply, include_usage: bool) -> Response:
+    job = await start
+    return _EventStream(job, _events(job, reply, include_usage))
+
+
+async def _whole(start: Awaitable[Job], reply: Reply) -> Response:
     job = await start
     try:
         parts: dict[int, Part] = {}
@@ -104,7 +102,8 @@ async def _whole(start: Awaitable[Job], reply: Reply) -> str:
     finally:
         job.close()
     in_order = [parts[index] for index in sorted(parts)]
-    return reply.response(in_order, usage_of(reply.prompts, sum(len(part.generated) for part in in_order)))
+    content = reply.response(in_order, usage_of(reply.prompts, sum(len(part.generated) for part in in_order)))
+    return Response(content, media_type="application/json")
 
 
 async def _events(job: Job, reply: Reply, include_usage: bool) -> AsyncIterator[str]:

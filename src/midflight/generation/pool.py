@@ -104,15 +104,13 @@ class EnginePool:
 
     def leave(self, name: str, why: str) -> None:
         """Let a member finish what it has, and then leave. One that is not there is passed over."""
-        member = self._members.get(name)
-        if member is not None:
+        if member := self._members.get(name):
             member.leaves_because = why
             self._drop_if_done(member)
 
     def lose(self, name: str, why: str) -> None:
         """Take a member out at once: somebody has found out that it is gone, or hangs."""
-        member = self._members.get(name)
-        if member is not None:
+        if member := self._members.get(name):
             self._drop(member, why)
 
     def close(self) -> None:
@@ -229,20 +227,15 @@ class EnginePool:
             if member.requests:
                 member.recall = self._members.run(functools.partial(member.generator.abort, list(member.requests)))
         for member in self._members:
-            if member.version is not None and not member.samples:
-                self._say_behind(member)
+            if member.version is not None and not member.samples and not member.was_behind:
+                member.was_behind = True  # said once: it may be so at every update
+                self._hooks.say(
+                    member.name,
+                    f"gets no requests until it has caught up: it has version {member.version}, and others sample with"
+                    f" {self.weight_version}",
+                )
             if member.recall is not None and member.recall.done():
                 self._end_recall(member)
-
-    def _say_behind(self, member: Member) -> None:
-        """Once: it may be so at every update."""
-        if not member.was_behind:
-            member.was_behind = True
-            self._hooks.say(
-                member.name,
-                f"gets no requests until it has caught up: it has version {member.version}, and others sample with"
-                f" {self.weight_version}",
-            )
 
     def _end_recall(self, member: Member) -> None:
         """Wait until the requests of a member that was set aside have come back."""

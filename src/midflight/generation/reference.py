@@ -11,15 +11,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 import numpy as np
 
-from midflight.errors import GenerationError, GenerationLostError, MidflightError
-from midflight.generation.client import KEEPALIVE_S, ServerLimits
-from midflight.generation.schemas import CompletionResponse, TextChoice
+from midflight.errors import GenerationError, GenerationLostError
+from midflight.generation.client import KEEPALIVE_S, model_of
+from midflight.generation.schemas import CompletionResponse, Model, TextChoice
 from midflight.generation.token_streams import reason_of, refusal_of
 from midflight.types import Float32Array, Int32Array, Microbatch
 
@@ -88,9 +87,7 @@ class HTTPReference:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _requests(self, sequences: Sequence[Int32Array]) -> Iterator[list[Int32Array]]:
@@ -148,15 +145,15 @@ class HTTPReference:
                     f"the weights of the reference at {self._url} changed from version {self._version} to {version};"
                     " nobody may update a reference"
                 )
-        return np.array([math.nan if each is None else each for each in logprobs], np.float32)
+        return np.array(logprobs, np.float32)  # None becomes NaN
 
-    def _read_limits(self) -> ServerLimits:
+    def _read_limits(self) -> Model:
         try:
             response = self._call("GET", "/v1/models")
         except _ConnectionLostError as error:
             raise GenerationLostError(f"{self._url} cannot be reached: {error}") from error
         try:
-            return ServerLimits.of(response.json())
+            return model_of(response.json())
         except ValueError as error:
             raise self._not_ours(response) from error
 
@@ -169,16 +166,13 @@ class HTTPReference:
             raise GenerationLostError(f"the reference at {self._url} did not answer within {waited_s:g} s") from error
         except httpx.HTTPError as error:
             raise _ConnectionLostError(reason_of(error)) from error
-        if not response.is_success:
-            raise self._refusal(response)
-        return response
-
-    def _refusal(self, response: httpx.Response) -> MidflightError:
+        if response.is_success:
+            return response
         try:
             refusal = refusal_of(response)
-        except ValueError:
-            return self._not_ours(response)
-        return type(refusal)(f"{response.url}: {refusal}")
+        except ValueError as error:
+            raise self._not_ours(response) from error
+        raise type(refusal)(f"{response.url}: {refusal}")
 
     def _not_ours(self, response: httpx.Response) -> GenerationLostError:
         return GenerationLostError(f"{response.url} does not answer like a `midflight serve`")

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from midflight.generation.jobs import Part
 from midflight.generation.request_parsing import Tokenizing
 from midflight.generation.schemas import (
@@ -133,11 +131,8 @@ def finite_or_none(logprobs: Float32Array) -> list[float | None]:
 
 def joined(first: Part, second: Part) -> Part:
     """Two parts of one choice as one."""
-    arrays = (
-        np.concatenate((getattr(first.generated, name), getattr(second.generated, name)))
-        for name in ("token_ids", "logprobs", "weight_versions")
-    )
-    return replace(second, text=first.text + second.text, generated=GeneratedTokens(*arrays))
+    generated = GeneratedTokens.joined([first.generated, second.generated])
+    return replace(second, text=first.text + second.text, generated=generated)
 
 
 def usage_of(prompts: Sequence[Sequence[int]], num_tokens: int) -> Usage:

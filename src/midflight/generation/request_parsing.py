@@ -18,6 +18,7 @@ from midflight.generation.schemas import (
     CompletionRequest,
     Generated,
     GenerationOptions,
+    tokens_of,
 )
 from midflight.models.text import decode, encode_chat, encode_prompt
 from midflight.protocols import Tokenizer
@@ -103,9 +104,7 @@ def generation_requests(
         raise ApiError(400, f"{name} is {number}, but only one sample can go on after `generated`", param=name)
     if body.rollout_id is not None and body.rollout_id + num_choices > NUM_ROLLOUT_IDS:
         raise ApiError(400, f"rollout_id + n is above {NUM_ROLLOUT_IDS}", param="rollout_id")
-    stop_token_ids = body.stop_token_ids
-    if stop_token_ids is None:
-        stop_token_ids = list(model.stop_token_ids)
+    stop_token_ids = model.stop_token_ids if body.stop_token_ids is None else tuple(body.stop_token_ids)
     generated = _generated_tokens(body.generated) if body.generated else None
     _check_token_ids("stop_token_ids", stop_token_ids, model.vocab_size)
     for prompt in prompts:
@@ -115,7 +114,7 @@ def generation_requests(
     sampling = SamplingParams(
         max_tokens=model.max_tokens if max_tokens is None else max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
-        stop_token_ids=tuple(stop_token_ids),
+        stop_token_ids=stop_token_ids,
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
@@ -125,15 +124,9 @@ def generation_requests(
     first = _own_rollout_id(seed, arrays) if body.rollout_id is None else RolloutId(body.rollout_id)
     return [
         GenerationRequest(
-            RolloutId(first + index),
-            arrays[index // num_samples],
-            sampling,
-            seed,
-            generated,
-            score_prompts,
-            body.first_position,
+            RolloutId(first + index), prompt, sampling, seed, generated, score_prompts, body.first_position
         )
-        for index in range(num_choices)
+        for index, prompt in enumerate(prompt for prompt in arrays for _ in range(num_samples))
     ]
 
 
@@ -178,11 +171,7 @@ def _generated_tokens(generated: Generated) -> GeneratedTokens | None:
             raise ApiError(400, f"generated: {num_tokens} token_ids but {length} {name}", param=f"generated.{name}")
     if not num_tokens:
         return None
-    return GeneratedTokens(
-        np.array(generated.token_ids, np.int32),
-        np.array(generated.logprobs, np.float32),
-        np.array(generated.weight_versions, np.int32),
-    )
+    return tokens_of(generated.token_ids, generated.logprobs, generated.weight_versions)
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:

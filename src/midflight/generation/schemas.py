@@ -6,11 +6,13 @@ worse than an error.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from midflight.types import TEMPERATURES
+from midflight.types import TEMPERATURES, GeneratedTokens
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from midflight.weights.process_group import DEFAULT_TIMEOUT_S
 
@@ -259,3 +261,24 @@ class ErrorDetail(BaseModel):
 
 class ErrorResponse(BaseModel):
     error: ErrorDetail
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def tokens_of(
+    token_ids: Sequence[int], logprobs: Sequence[float | None], weight_versions: Sequence[int]
+) -> GeneratedTokens:
+    """Tokens from their lists on the wire. A log-probability of null becomes NaN."""
+    return GeneratedTokens(
+        np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(weight_versions, np.int32)
+    )
+
+
+def lists_of(generated: GeneratedTokens) -> dict[str, list[Any]]:
+    """The lists of `tokens_of`. A float32 survives the way through decimal digits exactly."""
+    return {
+        "token_ids": generated.token_ids.tolist(),
+        "logprobs": generated.logprobs.tolist(),
+        "weight_versions": generated.weight_versions.tolist(),
+    }

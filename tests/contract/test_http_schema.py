@@ -1,4 +1,4 @@
-"""Requests made up from the server's own OpenAPI document: no answer is a 5xx or undocumented."""
+"""Requests made up from the OpenAPI document: every answer is documented, and a 5xx only asks to wait."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def test_answers_are_documented(schema, chat_server, method: str, path: str) -> 
     @bounded
     @given(case=schema[path][method].as_strategy())
     def check(case) -> None:
-        statuses.add(case.call_and_validate(checks=CHECKS, timeout=30).status_code)
+        response = case.call(timeout=30)
+        # Weights that are not there yet are the one refusal that says: ask again later.
+        is_too_early = response.status_code == 503 and response.json()["error"]["code"] == "weights_too_old"
+        case.validate_response(response, checks=CHECKS[1:] if is_too_early else CHECKS)
+        statuses.add(response.status_code)
 
     check()
     assert statuses

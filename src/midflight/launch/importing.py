@@ -29,7 +29,8 @@ class Joint:
     key: str
     known: Mapping[str, str]  # built-in name -> import path
     protocol: type | None = None  # what a class makes; None: a function, called with one positional argument
-    other_protocol: type | None = None  # counts instead for what has a member that only this one requires
+    # Counts instead for what has a member that only this one requires. Messages name this one, the wider term.
+    other_protocol: type | None = None
 
     def bind(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         """The implementation with its keyword arguments, not called yet.
@@ -84,7 +85,8 @@ class Joint:
         if isinstance(found, type):
             missing = [member for member in missing if not _is_set_later(found, member)]
         if missing:
-            raise RecipeError(f"{self.key}: {name!r} is no {protocol.__name__}: it has no {', no '.join(missing)}")
+            noun = (self.other_protocol or protocol).__name__
+            raise RecipeError(f"{self.key}: {name!r} is no {noun}: it has no {', no '.join(missing)}")
 
     def _protocol_of(self, found: Any) -> type | None:
         if self.protocol is None or self.other_protocol is None:

@@ -11,15 +11,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from midflight.actor.failures import reason_of
 from midflight.config.section import OWN_TYPE, OwnSection, Section
 from midflight.errors import MidflightError, RecipeError
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class Joint(Generic[Made]):
     """One key of a recipe that names an implementation.
 
     An implementation gets its options as keyword arguments, and those of the offered arguments that it has parameters
@@ -49,13 +51,13 @@ class Joint:
             raise RecipeError(f"{section}.options: {name}: {error}") from error
         return functools.partial(found, **taken | dict(options))
 
-    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Made:
         """The object that the implementation makes, whose constructor may raise anything. Raises: RecipeError."""
-        made = self.bind(name, offered, options)()
+        made: Made = self.bind(name, offered, options)()
         self._check_members(name, made)
         return made
 
-    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Made:
         """The same where nothing but a wrong recipe can be at fault. Raises: RecipeError, whatever is raised."""
         with users_code(f"{self.key}: {name}, the constructor"):
             return self.make(name, offered, options)

@@ -267,7 +267,7 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
         ((RECIPE, "task.type=midflight.testing.fakes:CountingEnvironment"), "'-1': it has no -"),
         (
             (RECIPE, "task.type=pathlib:Path"),
-            "'pathlib:Path' is no GradedTask: it has no problem, no held_out_problems, no grade",
+            "'pathlib:Path' is no Environment: it has no problem, no held_out_problems, no grade",
         ),
         (
             (RECIPE, "task.type=obedient_environment:ObedientEnvironment", "task.options.error=no data"),

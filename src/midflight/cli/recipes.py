@@ -33,8 +33,6 @@ def keys(
 ) -> None:
     """Every recipe key with its type, default and meaning."""
     for key, kind, default, description in describe_scenario() if scenario else describe_recipe():
-        print(
-            f"{key}  ({kind}, default {default})\n    {description}"
-            if description
-            else f"{key}  ({kind}, default {default})"
-        )
+        print(f"{key}  ({kind}, default {default})")
+        if description:
+            print(f"    {description}")

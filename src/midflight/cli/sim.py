@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from midflight.cli.options import Json
+from midflight.cli.options import Json, Overrides, RecipeArgument
 from midflight.config import load_scenario
 from midflight.metrics.jsonl import json_text
 
@@ -101,10 +101,8 @@ def simulate(
 
 
 def calibrate(
-    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")
-    ] = None,
+    recipe_path: RecipeArgument,
+    overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="the scenario that is written (TOML)")] = Path("calibrated.toml"),
     seconds: Annotated[
         float, typer.Option(help="of training in each of two long runs: as long as what is to be predicted")

@@ -30,7 +30,11 @@ class FileKind(Generic[Document]):
     paths: tuple[tuple[str, str], ...]  # keys that are paths: relative to the file
     moved: Mapping[str, str] = field(default_factory=dict)  # keys of earlier versions, and where they are now
 
-    def load(self, path: Path, overrides: Sequence[str]) -> Document:
+    def load(self, path: Path, overrides: Sequence[str] = ()) -> Document:
+        """Read, override and validate a file.
+
+        Raises: `error`, one line: which key and what would work.
+        """
         try:
             values = tomllib.loads(path.read_text())
         except OSError as error:
@@ -162,29 +166,18 @@ class FileKind(Generic[Document]):
         return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(dict.fromkeys(names))}"
 
 
-_MOVED = {"trainer.backend": "trainer.type", "loss.function": "loss.type"}  # since version 0.1
-
 RECIPE = FileKind(
     Recipe,
     "recipe",
     RecipeError,
     paths=(("model", "path"), ("run", "directory"), ("reference", "path"), ("weights", "directory")),
-    moved=_MOVED,
+    moved={"trainer.backend": "trainer.type", "loss.function": "loss.type"},  # since version 0.1
 )
 SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"), ("lengths", "file")))
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and validate a recipe.
-
-    Raises: RecipeError, one line: which key and what would work.
-    """
-    return RECIPE.load(path, overrides)
-
-
-def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
-    """As `load_recipe`. Raises: ScenarioError."""
-    return SCENARIO.load(path, overrides)
+load_recipe, load_scenario = RECIPE.load, SCENARIO.load
+describe_recipe, describe_scenario = RECIPE.describe, SCENARIO.describe
 
 
 def dump_toml(document: Section) -> str:
@@ -194,16 +187,6 @@ def dump_toml(document: Section) -> str:
         keys = sorted(values, key=lambda key: key != "type")  # it says which keys there are
         lines += [f"[{section}]", *(f"{key} = {_toml_value(values[key])}" for key in keys), ""]
     return "\n".join(lines)
-
-
-def describe_recipe() -> list[tuple[str, str, str, str]]:
-    """(key, type, default, description) of every recipe key."""
-    return RECIPE.describe()
-
-
-def describe_scenario() -> list[tuple[str, str, str, str]]:
-    """(key, type, default, description) of every scenario key."""
-    return SCENARIO.describe()
 
 
 def _type_name(annotation: Any) -> str:

@@ -6,60 +6,33 @@ import math
 
 import pydantic
 
-from midflight.config.algorithms import (
-    AdvantageConfig,
-    GroupAdvantageConfig,
-    LossConfig,
-    ReferenceConfig,
-    ReinforceConfig,
-    RewardConfig,
-)
+from midflight.config import algorithms, sections
 from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
-from midflight.config.sections import (
-    BatchConfig,
-    EmbeddedEngineConfig,
-    EngineConfig,
-    EvalConfig,
-    MetricsConfig,
-    ModelConfig,
-    PreprocessConfig,
-    RunConfig,
-    SamplingConfig,
-    ServeConfig,
-    SharedMemoryWeightsConfig,
-    SingleTrainerConfig,
-    SqliteStreamsConfig,
-    StreamsConfig,
-    SupervisorConfig,
-    TaskConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
 
 GROUP_BASELINES = ("group_mean", "group_mean_std", "leave_one_out")
 
 
 class Recipe(Section):
-    run: RunConfig = RunConfig()
-    model: ModelConfig
-    task: TaskConfig = TaskConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    engine: EngineConfig = EmbeddedEngineConfig()
+    run: sections.RunConfig = sections.RunConfig()
+    model: sections.ModelConfig
+    task: sections.TaskConfig = sections.TaskConfig()
+    sampling: sections.SamplingConfig = sections.SamplingConfig()
+    engine: sections.EngineConfig = sections.EmbeddedEngineConfig()
     schedule: ScheduleConfig = PipelineConfig()
-    batch: BatchConfig = BatchConfig()
-    reward: RewardConfig = RewardConfig()
-    advantage: AdvantageConfig = GroupAdvantageConfig()
-    loss: LossConfig = ReinforceConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    preprocess: PreprocessConfig = PreprocessConfig()
-    streams: StreamsConfig = SqliteStreamsConfig()
-    weights: WeightsConfig = SharedMemoryWeightsConfig()
-    trainer: TrainerConfig = SingleTrainerConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    supervisor: SupervisorConfig = SupervisorConfig()
-    eval: EvalConfig = EvalConfig()
-    serve: ServeConfig = ServeConfig()
+    batch: sections.BatchConfig = sections.BatchConfig()
+    reward: algorithms.RewardConfig = algorithms.RewardConfig()
+    advantage: algorithms.AdvantageConfig = algorithms.GroupAdvantageConfig()
+    loss: algorithms.LossConfig = algorithms.ReinforceConfig()
+    reference: algorithms.ReferenceConfig = algorithms.ReferenceConfig()
+    preprocess: sections.PreprocessConfig = sections.PreprocessConfig()
+    streams: sections.StreamsConfig = sections.SqliteStreamsConfig()
+    weights: sections.WeightsConfig = sections.SharedMemoryWeightsConfig()
+    trainer: sections.TrainerConfig = sections.SingleTrainerConfig()
+    metrics: sections.MetricsConfig = sections.MetricsConfig()
+    supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    serve: sections.ServeConfig = sections.ServeConfig()
 
     @property
     def max_length(self) -> int:

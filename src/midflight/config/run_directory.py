@@ -17,65 +17,37 @@ _POLL_S = 0.05
 _WORKER_LOCK = ".worker.lock"
 
 
+class _Below:
+    """The path of that name in a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def batches(self) -> Path:
-        return self.path / "streams" / "batches.sqlite"
-
-    @property
-    def groups(self) -> Path:
-        """Only if preprocessing is a process of its own."""
-        return self.path / "streams" / "groups.sqlite"
+    config = _Below("config.toml")
+    metrics = _Below("metrics.jsonl")
+    summary = _Below("summary.json")
+    trace = _Below("trace.json")
+    checkpoints = _Below("checkpoints")
+    batches = _Below("streams/batches.sqlite")
+    groups = _Below("streams/groups.sqlite")  # only if preprocessing is a process of its own
+    partials = _Below("streams/partials.sqlite")
+    identity_file = _Below("streams/identity")
+    spare_weights = _Below("weights.shared")  # weights are shared through it if shared memory is too small
+    engines = _Below("engines")  # where servers that generate for this run say where they are
+    rejected_batches = _Below("logs/rejected")
 
     @property
     def identity(self) -> str:
         """No other run has the same, wherever it is."""
         return self.identity_file.read_text().strip()
-
-    @property
-    def identity_file(self) -> Path:
-        return self.path / "streams" / "identity"
-
-    @property
-    def partials(self) -> Path:
-        return self.path / "streams" / "partials.sqlite"
-
-    @property
-    def spare_weights(self) -> Path:
-        """The file that weights are shared through if shared memory is too small."""
-        return self.path / "weights.shared"
-
-    @property
-    def engines(self) -> Path:
-        """Where servers that generate for this run say where they are."""
-        return self.path / "engines"
-
-    @property
-    def rejected_batches(self) -> Path:
-        return self.path / "logs" / "rejected"
 
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"
@@ -87,10 +59,8 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Raises: RunDirectoryError if another process is writing this run."""
         with (self.path / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunDirectoryError(f"{self.path} is in use by another run") from error
+            if not _try_lock(lock):
+                raise RunDirectoryError(f"{self.path} is in use by another run")
             yield
 
     @contextlib.contextmanager

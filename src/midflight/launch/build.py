@@ -44,7 +44,7 @@ from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
 _ADVANTAGES_MODULE = "midflight.preprocess.advantages"
-ADVANTAGES = Joint(
+ADVANTAGES: Joint[Advantage] = Joint(
     "advantage.type",
     {
         **{name: f"{_ADVANTAGES_MODULE}:{name}" for name in ("group_mean", "group_mean_std", "leave_one_out")},
@@ -108,8 +108,7 @@ def build_advantage(recipe: Recipe) -> Advantage | None:
     advantage = recipe.advantage
     if isinstance(advantage, ValueAdvantageConfig):
         return None
-    bound: Advantage = ADVANTAGES.bind(advantage.type, {}, own_options(advantage))
-    return bound
+    return ADVANTAGES.bind(advantage.type, {}, own_options(advantage))
 
 
 def build_reference(recipe: Recipe) -> Reference:

@@ -16,7 +16,7 @@ from midflight.protocols import Generator
 
 _EMBEDDED = "midflight.launch.engines:embedded_engine"
 # With `http` it is servers that generate for a run; each of them, and every evaluation, has an engine of its own.
-ENGINES = Joint("engine.type", {"embedded": _EMBEDDED, "http": _EMBEDDED}, Generator)
+ENGINES: Joint[Generator] = Joint("engine.type", {"embedded": _EMBEDDED, "http": _EMBEDDED}, Generator)
 
 
 def build_engine(
@@ -24,8 +24,7 @@ def build_engine(
 ) -> Generator:
     """`config`: the model's Hugging Face configuration. Raises: RecipeError if the user's own cannot be used."""
     of_run = {"model_config": config, "weights": weights, "num_slots": num_rows, "version": version}
-    engine: Generator = ENGINES.make(recipe.engine.type, of_run | _settings(recipe), own_options(recipe.engine))
-    return engine
+    return ENGINES.make(recipe.engine.type, of_run | _settings(recipe), own_options(recipe.engine))
 
 
 def check_engine(recipe: Recipe) -> None:

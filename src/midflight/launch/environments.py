@@ -6,7 +6,7 @@ from midflight.config import Recipe
 from midflight.launch.importing import Joint
 from midflight.protocols import Environment, GradedTask
 
-ENVIRONMENTS = Joint(
+ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
     "task.type",
     {"chain_sums": "midflight.envs.chain_sums:ChainSums", "running_sums": "midflight.envs.running_sums:RunningSums"},
     GradedTask,
@@ -17,5 +17,4 @@ ENVIRONMENTS = Joint(
 def build_environment(recipe: Recipe) -> Environment | GradedTask:
     """Raises: RecipeError if the class cannot be found, does not take the recipe's options or cannot be made."""
     task = recipe.task
-    environment: Environment | GradedTask = ENVIRONMENTS.try_to_make(task.type, {"seed": recipe.run.seed}, task.options)
-    return environment
+    return ENVIRONMENTS.try_to_make(task.type, {"seed": recipe.run.seed}, task.options)

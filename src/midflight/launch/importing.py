@@ -11,15 +11,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from midflight.actor.failures import reason_of
 from midflight.config.section import OWN_TYPE, OwnSection, Section
 from midflight.errors import MidflightError, RecipeError
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class Joint(Generic[Made]):
     """One key of a recipe that names an implementation.
 
     An implementation gets its options as keyword arguments, and those of the offered arguments that it has parameters
@@ -29,7 +31,8 @@ class Joint:
     key: str
     known: Mapping[str, str]  # built-in name -> import path
     protocol: type | None = None  # what a class makes; None: a function, called with one positional argument
-    other_protocol: type | None = None  # counts instead for what has a member that only this one requires
+    # Counts instead for what has a member that only this one requires. Messages name this one, the wider term.
+    other_protocol: type | None = None
 
     def bind(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         """The implementation with its keyword arguments, not called yet.
@@ -48,13 +51,13 @@ class Joint:
             raise RecipeError(f"{section}.options: {name}: {error}") from error
         return functools.partial(found, **taken | dict(options))
 
-    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Made:
         """The object that the implementation makes, whose constructor may raise anything. Raises: RecipeError."""
-        made = self.bind(name, offered, options)()
+        made: Made = self.bind(name, offered, options)()
         self._check_members(name, made)
         return made
 
-    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Made:
         """The same where nothing but a wrong recipe can be at fault. Raises: RecipeError, whatever is raised."""
         with users_code(f"{self.key}: {name}, the constructor"):
             return self.make(name, offered, options)
@@ -84,7 +87,8 @@ class Joint:
         if isinstance(found, type):
             missing = [member for member in missing if not _is_set_later(found, member)]
         if missing:
-            raise RecipeError(f"{self.key}: {name!r} is no {protocol.__name__}: it has no {', no '.join(missing)}")
+            noun = (self.other_protocol or protocol).__name__
+            raise RecipeError(f"{self.key}: {name!r} is no {noun}: it has no {', no '.join(missing)}")
 
     def _protocol_of(self, found: Any) -> type | None:
         if self.protocol is None or self.other_protocol is None:

@@ -12,7 +12,7 @@ from midflight.metrics.jsonl import JsonlWriter
 from midflight.metrics.sinks import MetricsSinks
 from midflight.protocols import MetricsSink
 
-SINKS = Joint("metrics.sinks", {}, MetricsSink)
+SINKS: Joint[MetricsSink] = Joint("metrics.sinks", {}, MetricsSink)
 
 
 def open_sinks(recipe: Recipe, run: RunDirectory, version: int, note: Callable[[str], object]) -> MetricsSinks:

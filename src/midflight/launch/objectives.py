@@ -9,7 +9,7 @@ from midflight.losses.inputs import Loss
 from midflight.losses.objective import Objective
 
 _NAMES = ("reinforce", "grpo", "dapo", "gspo", "cispo", "ppo", "decoupled_ppo")
-LOSSES = Joint("loss.type", {name: f"midflight.losses.{name}:{name}" for name in _NAMES})
+LOSSES: Joint[Loss] = Joint("loss.type", {name: f"midflight.losses.{name}:{name}" for name in _NAMES})
 
 
 def build_objective(recipe: Recipe) -> Objective:
@@ -35,5 +35,4 @@ def build_objective(recipe: Recipe) -> Objective:
 def build_loss(recipe: Recipe) -> Loss:
     """The policy's part of the objective. Raises: RecipeError."""
     loss = recipe.loss
-    bound: Loss = LOSSES.bind(loss.type, dict(loss), own_options(loss))
-    return bound
+    return LOSSES.bind(loss.type, dict(loss), own_options(loss))

@@ -6,7 +6,7 @@ from midflight.config.schedules import PipelineConfig, ScheduleConfig, queue_cap
 from midflight.launch.importing import Joint, options_of
 from midflight.protocols import Schedule
 
-SCHEDULES = Joint(
+SCHEDULES: Joint[Schedule] = Joint(
     "schedule.type",
     {
         "pipeline": "midflight.schedules.pipeline:PipelineSchedule",
@@ -25,5 +25,4 @@ def build_schedule(config: ScheduleConfig, *, batch_size: int, group_size: int, 
     options = options_of(config)
     if isinstance(config, PipelineConfig):
         options["max_waiting"] = queue_capacity(config, batch_size)
-    schedule: Schedule = SCHEDULES.try_to_make(config.type, offered, options)
-    return schedule
+    return SCHEDULES.try_to_make(config.type, offered, options)

@@ -17,7 +17,7 @@ from midflight.types import ChosenBatch, TrainingBatch
 
 Record = TypeVar("Record")
 
-STREAMS = Joint(
+STREAMS: Joint[Stream[Any]] = Joint(
     "streams.type",
     {"sqlite": "midflight.streams.sqlite:SqliteStream", "redis": "midflight.streams.redis:RedisStream"},
     Stream,
@@ -51,8 +51,7 @@ def check_streams(recipe: Recipe) -> None:
 
 def _open(run: RunDirectory, recipe: Recipe, path: Path, record_type: type[Record]) -> Stream[Record]:
     offered = _offered(f"midflight:{run.identity}:{path.stem}", path, record_type)
-    stream: Stream[Record] = STREAMS.make(recipe.streams.type, offered, options_of(recipe.streams))
-    return stream
+    return STREAMS.make(recipe.streams.type, offered, options_of(recipe.streams))
 
 
 def _offered(name: str, path: Path, record_type: type[Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.launch.importing import Joint, options_of
 from midflight.protocols import WeightTransport
 
-TRANSPORTS = Joint(
+TRANSPORTS: Joint[WeightTransport] = Joint(
     "weights.type",
     {
         "shared_memory": "midflight.weights.shared_memory:SharedMemoryTransport",
@@ -27,8 +27,7 @@ def build_transport(recipe: Recipe, run: RunDirectory, shared: Path, note: Calla
     Raises: RecipeError if the user's own cannot be used.
     """
     offered = _offered(run, shared, note)
-    transport: WeightTransport = TRANSPORTS.make(recipe.weights.type, offered, options_of(recipe.weights))
-    return transport
+    return TRANSPORTS.make(recipe.weights.type, offered, options_of(recipe.weights))
 
 
 def check_weights(recipe: Recipe) -> None:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "cpu_demo.toml"
 JOINTS = {
     "schedule.type": ("Schedule", "num_to_admit, no should_abort, no choose_batch, no should_update_weights"),
-    "task.type": ("GradedTask", "problem, no held_out_problems, no grade"),
+    "task.type": ("Environment", "problem, no held_out_problems, no grade"),
     "engine.type": ("Generator", "weight_version, no num_in_flight, no num_engines, no update_pending, no add"),
     "streams.type": ("Stream", "append, no append_many, no read, no trim, no skip_to, no next_offset, no close"),
     "weights.type": ("WeightTransport", "sender, no receiver"),

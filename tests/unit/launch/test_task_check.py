@@ -104,7 +104,7 @@ def test_a_task_that_works_passes(task: type) -> None:
         (NotAList, r"NotAList.held_out_problems\(64\) returned a NoneType, not a list"),
         (NotProblems, r"NotProblems.held_out_problems\(64\) returned a str, not a Problem"),
         (NumberAsAnswer, r"held_out_problems\(64\) returned a Problem whose answer is 1, not of type str"),
-        (NoHeldOutProblems, r"NoHeldOutProblems' is no GradedTask: it has no held_out_problems$"),
+        (NoHeldOutProblems, r"NoHeldOutProblems' is no Environment: it has no held_out_problems$"),
         (LongPrompt, r"engine.max_prompt_tokens = 64 is less than a prompt of .* needs: 80"),
         (TakesPath, r"^task.options: .*TakesPath: missing a required argument: 'path'$"),
         ("json:decoder", r"'json:decoder' is of type module, not a class"),

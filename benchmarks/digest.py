@@ -105,7 +105,7 @@ def _targets(expected: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[
 
 
 def _digest_of(recipe: Recipe) -> dict[str, Any]:
-    batches, weights = _Recorder(), InProcessWeights()
+    batches, weights = Recorder(), InProcessWeights()
     with tempfile.TemporaryDirectory() as directory:
         _run(recipe, Path(directory), batches, weights)
     return {
@@ -115,7 +115,7 @@ def _digest_of(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _run(recipe: Recipe, directory: Path, batches: _Recorder, weights: InProcessWeights) -> None:
+def _run(recipe: Recipe, directory: Path, batches: Recorder, weights: InProcessWeights) -> None:
     with JsonlWriter(directory / "metrics.jsonl") as metrics:
         rollouts, training = _loops(recipe, directory, batches, weights, metrics)
         state, end_of_step = training.state, None
@@ -134,7 +134,7 @@ def _has_passed(state: TrainerState, version: int) -> bool:
     return state.version > version
 
 
-class _Recorder(MemoryStream[TrainingBatch]):
+class Recorder(MemoryStream[TrainingBatch]):
     """A memory stream that also keeps what was trimmed."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Recorder(MemoryStream[TrainingBatch]):
 
 
 def _loops(
-    recipe: Recipe, directory: Path, batches: _Recorder, weights: InProcessWeights, metrics: JsonlWriter
+    recipe: Recipe, directory: Path, batches: Recorder, weights: InProcessWeights, metrics: JsonlWriter
 ) -> tuple[RolloutLoop, TrainLoop]:
     """The real loops over a memory stream; the first weights are published."""
     backend = build_trainer(recipe, weights)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from benchmarks.digest import Recorder
 
 from midflight.actor.actor import Actor
 from midflight.actor.loop import Intervals, RolloutLoop
@@ -58,18 +59,6 @@ def run_recipe(tmp_path: Path) -> Callable[..., FinishedRun]:
     return run
 
 
-class _Recorder(MemoryStream[TrainingBatch]):
-    """A memory stream that also keeps what was trimmed."""
-
-    def __init__(self) -> None:
-        super().__init__(capacity=1000)
-        self.appended: list[TrainingBatch] = []
-
-    def append(self, record: TrainingBatch, timeout_s: float | None = None) -> int | None:
-        self.appended.append(record)
-        return super().append(record, timeout_s)
-
-
 class _Groups(MemoryStream[ChosenBatch]):
     """A memory stream whose records have been bytes, as between two processes."""
 
@@ -86,7 +75,7 @@ class Loops:
     """The loops of a run and what is between them; the first weights are published."""
 
     weights: InProcessWeights
-    stream: _Recorder
+    stream: Recorder
     actor: Actor
     rollouts: RolloutLoop
     training: TrainLoop
@@ -94,7 +83,7 @@ class Loops:
 
 
 def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
-    weights, stream, tracer = InProcessWeights(), _Recorder(), Tracer(None, "test")
+    weights, stream, tracer = InProcessWeights(), Recorder(), Tracer(None, "test")
     backend = build_trainer(recipe, weights)
     backend.init(rank=0)
     backend.publish_weights(0)

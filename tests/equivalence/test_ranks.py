@@ -67,12 +67,12 @@ class Tolerance:
     nats: float
 
 
-# The order of float32 sums: a gradient shows more of it than a weight. How much differs by processor: 1.07e-6 nats on an
-# AMD EPYC, less on an Intel Xeon.
+# The order of float32 sums: a gradient shows more of it than a weight. How much depends on the processor: 1.07e-6 nats
+# on an AMD EPYC, less on an Intel Xeon.
 SUMMED = Tolerance(weights=1e-5, optimizer=1e-4, metrics=1e-4, nats=2e-6)
 # That order decides to which side a few masters are rounded. All that is computed afterwards differs by roundings to
-# 8 bits, weights by one of those at most; the smallest gradients are little more. With bfloat16 instructions (AMD EPYC) a loss
-# differed by 2.1 %, emulated (Intel Xeon) by less than 2 %.
+# 8 bits, weights by one of those at most; the smallest gradients are little more. A loss differed by 2.1 % with
+# bfloat16 instructions (AMD EPYC), by less than 2 % without (Intel Xeon).
 ROUNDED = Tolerance(weights=2**-8, optimizer=0.1, metrics=0.03, nats=0.02)
 
 

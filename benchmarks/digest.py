@@ -20,29 +20,11 @@ import torch
 import typer
 from rich.console import Console
 
-from midflight.actor.actor import Actor
-from midflight.actor.loop import Intervals, RolloutLoop
+from benchmarks.loops import Loops, build_loops
 from midflight.config import Recipe, load_recipe
-from midflight.launch.build import (
-    build_actor_config,
-    build_learning_rates,
-    build_preprocessing,
-    build_trainer,
-    recipe_schedule,
-)
-from midflight.launch.engines import build_engine
-from midflight.launch.environments import build_environment
-from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter
-from midflight.models.loading import load_config, load_tokenizer
-from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
 from midflight.report.machine import describe_machine
-from midflight.streams.memory import MemoryStream
-from midflight.testing.fakes import ImmediateGrader, InProcessWeights
-from midflight.tracing.spans import Tracer
-from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.state import TrainerState
-from midflight.trainer.step import TrainStep
 from midflight.types import TrainingBatch
 
 _RECIPE = Path(__file__).parents[1] / "recipes" / "cpu_demo.toml"
@@ -105,71 +87,34 @@ def _targets(expected: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[
 
 
 def _digest_of(recipe: Recipe) -> dict[str, Any]:
-    batches, weights = Recorder(), InProcessWeights()
     with tempfile.TemporaryDirectory() as directory:
-        _run(recipe, Path(directory), batches, weights)
+        loops = _run(recipe, Path(directory))
+    batches = loops.stream.appended[:_NUM_BATCHES]
     return {
-        "batches": _hash(part for batch in batches.appended[:_NUM_BATCHES] for part in _parts_of(batch)),
-        "weights": _hash(tensor.numpy() for _, tensor in sorted(weights.sent[_NUM_STEPS].items())),
-        "max_lag": max(max(batch.lag_histogram, default=0) for batch in batches.appended[:_NUM_BATCHES]),
+        "batches": _hash(part for batch in batches for part in _parts_of(batch)),
+        "weights": _hash(tensor.numpy() for _, tensor in sorted(loops.weights.sent[_NUM_STEPS].items())),
+        "max_lag": max(max(batch.lag_histogram, default=0) for batch in batches),
     }
 
 
-def _run(recipe: Recipe, directory: Path, batches: Recorder, weights: InProcessWeights) -> None:
+def _run(recipe: Recipe, directory: Path) -> Loops:
     with JsonlWriter(directory / "metrics.jsonl") as metrics:
-        rollouts, training = _loops(recipe, directory, batches, weights, metrics)
-        state, end_of_step = training.state, None
+        loops = build_loops(recipe, directory, metrics)
+        state, end_of_step = loops.training.state, None
         for tick in count():
             if tick == end_of_step:
                 version, end_of_step = state.version, None
-                training.run(functools.partial(_has_passed, state, version))
+                loops.training.run(functools.partial(_has_passed, state, version))
                 if state.version == _NUM_BATCHES:
-                    return
-            if end_of_step is None and batches.next_offset() > state.version:
+                    break
+            if end_of_step is None and loops.stream.next_offset() > state.version:
                 end_of_step = tick + _TRAIN_TICKS
-            rollouts.iteration(state.version)
+            loops.rollouts.iteration(state.version)
+    return loops
 
 
 def _has_passed(state: TrainerState, version: int) -> bool:
     return state.version > version
-
-
-class Recorder(MemoryStream[TrainingBatch]):
-    """A memory stream that also keeps what was trimmed."""
-
-    def __init__(self) -> None:
-        super().__init__(capacity=1000)
-        self.appended: list[TrainingBatch] = []
-
-    def append(self, record: TrainingBatch, timeout_s: float | None = None) -> int | None:
-        self.appended.append(record)
-        return super().append(record, timeout_s)
-
-
-def _loops(
-    recipe: Recipe, directory: Path, batches: Recorder, weights: InProcessWeights, metrics: JsonlWriter
-) -> tuple[RolloutLoop, TrainLoop]:
-    """The real loops over a memory stream; the first weights are published."""
-    backend = build_trainer(recipe, weights)
-    backend.init(rank=0)
-    backend.publish_weights(0)
-    schedule, tokenizer = recipe_schedule(recipe), load_tokenizer(recipe.model.path)
-    engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
-    environment = build_environment(recipe)
-    actor_config = build_actor_config(recipe, tokenizer)
-    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), tokenizer)
-    tracer = Tracer(None, "rollout")
-    sink = PreprocessAtOnce(batches, Preprocessor(build_preprocessing(recipe), tracer))
-    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=Intervals(grades_s=0))
-    settings = LoopSettings(
-        max_steps=recipe.trainer.max_steps,
-        checkpoint_every=10**9,
-        checkpoints=directory / "checkpoints",
-        rejected_batches=directory / "rejected",
-    )
-    step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
-    training = TrainLoop(settings, step, batches, TrainerState(), Tracer(None, "trainer"), metrics)
-    return rollouts, training
 
 
 def _parts_of(batch: TrainingBatch) -> Iterable[np.ndarray[Any, Any]]:

@@ -9,32 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from benchmarks.digest import Recorder
+from benchmarks.loops import build_loops
 
-from midflight.actor.actor import Actor
-from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.config import Recipe, load_recipe
-from midflight.launch.build import (
-    build_actor_config,
-    build_learning_rates,
-    build_preprocessing,
-    build_trainer,
-    recipe_schedule,
-)
-from midflight.launch.engines import build_engine
-from midflight.launch.environments import build_environment
-from midflight.launch.objectives import build_objective
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
-from midflight.models.loading import load_config, load_tokenizer
-from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.streams.codec import Codec
-from midflight.streams.memory import MemoryStream
-from midflight.testing.fakes import ImmediateGrader, InProcessWeights
-from midflight.tracing.spans import Tracer
-from midflight.trainer.loop import LoopSettings, TrainLoop
+from midflight.testing.fakes import InProcessWeights
 from midflight.trainer.state import TrainerState
-from midflight.trainer.step import TrainStep
-from midflight.types import ActorState, ChosenBatch, TrainingBatch
+from midflight.types import ActorState, TrainingBatch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 
@@ -57,59 +38,6 @@ def run_recipe(tmp_path: Path) -> Callable[..., FinishedRun]:
         return run_in_threads(load_recipe(RECIPE, overrides), directory)
 
     return run
-
-
-class _Groups(MemoryStream[ChosenBatch]):
-    """A memory stream whose records have been bytes, as between two processes."""
-
-    def __init__(self) -> None:
-        super().__init__(capacity=1000)
-        self._codec = Codec(ChosenBatch)
-
-    def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
-        return super().append(self._codec.decode(self._codec.encode(record)), timeout_s)
-
-
-@dataclass
-class Loops:
-    """The loops of a run and what is between them; the first weights are published."""
-
-    weights: InProcessWeights
-    stream: Recorder
-    actor: Actor
-    rollouts: RolloutLoop
-    training: TrainLoop
-    preprocess: PreprocessLoop | None  # None: the rollout loop does it
-
-
-def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
-    weights, stream, tracer = InProcessWeights(), Recorder(), Tracer(None, "test")
-    backend = build_trainer(recipe, weights)
-    backend.init(rank=0)
-    backend.publish_weights(0)
-    schedule, tokenizer = recipe_schedule(recipe), load_tokenizer(recipe.model.path)
-    engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
-    environment = build_environment(recipe)
-    actor_config = build_actor_config(recipe, tokenizer)
-    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), tokenizer)
-    every_iteration = Intervals(grades_s=0)
-    sink: _Groups | PreprocessAtOnce
-    if recipe.preprocess.process == "own":
-        sink, tracer_of_its_own = _Groups(), Tracer(None, "test")
-        preprocessor = Preprocessor(build_preprocessing(recipe), tracer_of_its_own)
-        preprocess = PreprocessLoop(sink, stream, preprocessor, tracer_of_its_own)
-    else:
-        sink, preprocess = PreprocessAtOnce(stream, Preprocessor(build_preprocessing(recipe), tracer)), None
-    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=every_iteration)
-    settings = LoopSettings(
-        max_steps=recipe.trainer.max_steps,
-        checkpoint_every=10**9,
-        checkpoints=directory / "checkpoints",
-        rejected_batches=directory / "rejected",
-    )
-    step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
-    training = TrainLoop(settings, step, stream, TrainerState(), Tracer(None, "test"), metrics)
-    return Loops(weights, stream, actor, rollouts, training, preprocess)
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmarks.loops import build_loops
 
 from midflight.config import load_recipe
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.types import BatchChoice, ChosenBatch, RolloutGroup
 
-from .conftest import RECIPE, build_loops
+from .conftest import RECIPE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_in_one_file.py"
 NUM_STEPS = 8

@@ -11,7 +11,7 @@ from torch import Tensor
 from midflight.config import Recipe
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import engine_model
-from midflight.launch.importing import Joint, own_options
+from midflight.launch.importing import Joint, keys_of, own_options
 from midflight.protocols import Generator
 
 _EMBEDDED = "midflight.launch.engines:embedded_engine"
@@ -36,7 +36,7 @@ def check_engine(recipe: Recipe) -> None:
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """What a recipe says of engines, besides the options of one's own."""
     of_recipe = {"model_path": recipe.model.path, "max_new_tokens": recipe.sampling.max_tokens}
-    return {key: value for key, value in recipe.engine if key not in ("type", "options")} | of_recipe
+    return keys_of(recipe.engine) | of_recipe
 
 
 def embedded_engine(

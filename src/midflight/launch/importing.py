@@ -122,7 +122,12 @@ def own_options(section: Section) -> dict[str, Any]:
 
 def options_of(section: Section) -> dict[str, Any]:
     """The same, but the keys of the section where a built-in one is named."""
-    return own_options(section) or {key: value for key, value in section if key not in ("type", "options")}
+    return own_options(section) or keys_of(section)
+
+
+def keys_of(section: Section) -> dict[str, Any]:
+    """What a section says besides the implementation and its options."""
+    return {key: value for key, value in section if key not in ("type", "options")}
 
 
 def _is_set_later(found: type, member: str) -> bool:

@@ -32,7 +32,7 @@ def test_every_kind_has_a_row_of_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--streams", "kafka"], "midflight: --streams: there is no 'kafka'; known are sqlite, redis"),
+        (["--streams", "kafka"], "benchmarks: --streams: there is no 'kafka'; known are sqlite, redis"),
         (["--streams", "redis", "--redis-url", "http://x"], "no URL of a Redis"),
     ],
 )

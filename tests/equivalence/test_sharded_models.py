@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import benchmarks
 import pytest
 import torch
 from benchmarks.train_load import LoadShape, make_trajectories
@@ -126,7 +127,8 @@ def check_exchange(model: Path, group: RankGroup, settings: PolicySettings, dire
 
 def test_every_family_is_what_an_ordinary_load_makes_of_it(tmp_path: Path) -> None:
     write_models(tmp_path / "models")
-    environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    packages = [Path(midflight.__file__).parents[1], Path(benchmarks.__file__).parents[1]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, packages)), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(tmp_path / "models"), str(tmp_path / "ranks"), str(rank)],

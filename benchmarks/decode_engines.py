@@ -83,7 +83,7 @@ class Embedded:
             self._engine = build_embedded_engine(
                 self._directory,
                 self._dtype,
-                num_rows=self._num_rows,
+                max_num_seqs=self._num_rows,
                 max_prompt_tokens=max(map(len, prompts)),
                 max_new_tokens=self._max_new_tokens,
             )

@@ -40,7 +40,7 @@ _SCHEDULES: dict[str, tuple[str, ...]] = {
     "conventional": ("schedule.type=conventional", "schedule.steps_per_rl_step=4"),
     "pipeline": (),
     "pipeline, max_lag": ("schedule.max_lag=2",),
-    "pipeline, drop_oldest": ("schedule.when_full=drop_oldest", "schedule.max_waiting=16"),
+    "pipeline, drop_oldest": ("schedule.when_full=drop_oldest", "schedule.queue_capacity=16"),
     "pipeline, dynamic sampling": ("batch.dynamic_sampling=true", "loss.type=dapo", "reward.overlong_buffer=16"),
     "april": ("schedule.type=april", "schedule.over_sampling=2", "batch.mask_older_than=4"),
     "bounded": ("schedule.type=bounded", "schedule.max_lag=2"),

@@ -23,16 +23,16 @@ class EmbeddedEngine(NamedTuple):
 
 
 def build_embedded_engine(
-    directory: Path, dtype: str, *, num_rows: int, max_prompt_tokens: int, max_new_tokens: int
+    directory: Path, dtype: str, *, max_num_seqs: int, max_prompt_tokens: int, max_new_tokens: int
 ) -> EmbeddedEngine:
     """Raises: ModelError if the directory holds no model the engine can run."""
     weights = weights_of(load_model(directory, getattr(torch, dtype)))
     limits = EngineLimits(
-        num_rows=num_rows,
+        max_num_seqs=max_num_seqs,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         # Every prompt in one step: then all sequences decode together from their first token to their last.
-        max_batched_tokens=num_rows * (max_prompt_tokens + 1),
+        max_batched_tokens=max_num_seqs * (max_prompt_tokens + 1),
         max_update_pause_s=0.02,
     )
     model = engine_model(load_config(directory), weights, max_length=limits.max_length)

@@ -72,7 +72,9 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     backend.init(rank=0)
     backend.publish_weights(0)
     schedule, tokenizer = recipe_schedule(recipe), load_tokenizer(recipe.model.path)
-    engine = build_engine(recipe, load_config(recipe.model.path), weights.receive()[1], num_rows=schedule.max_in_flight)
+    engine = build_engine(
+        recipe, load_config(recipe.model.path), weights.receive()[1], max_num_seqs=schedule.max_in_flight
+    )
     environment = build_environment(recipe)
     actor_config = build_actor_config(recipe, tokenizer)
     actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), tokenizer)

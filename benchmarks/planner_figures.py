@@ -38,7 +38,7 @@ from midflight.report.plotting import COLORS, load_pyplot, style_axis
 from midflight.sim.costs import PAPER_STEP_COST, rates
 from midflight.sim.formulas.draining import drain
 from midflight.sim.lengths import LengthDistribution, lognormal, uniform
-from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome
+from midflight.sim.simulator.result import NUM_POSITIONS, SimulationResult
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     NUMBERS.write_text(json.dumps({name: numbers[name] for name in FIGURES if name in numbers}, indent=1) + "\n")
 
 
-def _old_fraction(run: Outcome) -> float:
+def _old_fraction(run: SimulationResult) -> float:
     """Of trained tokens, those that older weights sampled."""
     return 1 - run.lag_histogram.get(0, 0) / sum(run.lag_histogram.values())
 

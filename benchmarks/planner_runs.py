@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.collation import CollationGain, collation_gain
-from benchmarks.from_scratch import from_scratch
+from benchmarks.restart_baseline import restart_baseline
 from midflight.config import Scenario, load_scenario
 from midflight.launch.planning import estimate_scenario, plan_scenario
 from midflight.launch.simulation import build_run, simulate_scenario
@@ -21,7 +21,7 @@ from midflight.sim.formulas.analytic import Estimate
 from midflight.sim.formulas.draining import Draining
 from midflight.sim.lengths import LengthDistribution
 from midflight.sim.planner.plan import Goal, Plan
-from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.result import SimulationResult
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 
@@ -83,7 +83,7 @@ def scaled_decoding(factor: float) -> Numbers:
     return {"factor": factor, "speed_up": best.speed_up, "max_lag": best.max_lag}
 
 
-def over_sampled(over_sampling: float, slope: float) -> list[Outcome]:
+def over_sampled(over_sampling: float, slope: float) -> list[SimulationResult]:
     """APRIL where a step of h sequences takes 1 + `slope` h; three seeds, as a single one is some percent off."""
     return _april_runs(f"schedule.over_sampling={over_sampling}", f"decode.per_sequence={slope}")
 
@@ -92,7 +92,7 @@ def dynamic_sampling(filter_rate: float) -> Numbers:
     """What twofold over-sampling gains if that share of groups is filtered."""
     keys = (f"batch.filter_rate={filter_rate}", "schedule.refill=over_sampled")
     runs = _april_runs(*keys)
-    alone = from_scratch(build_run(_april(*keys)), range(1000, 1400))
+    alone = restart_baseline(build_run(_april(*keys)), range(1000, 1400))
     return {
         "filter_rate": filter_rate,
         "gain_trained": mean(run.rate for run in runs) / alone.rate,
@@ -134,7 +134,7 @@ def collated(lengths: LengthDistribution, max_tokens: int) -> Numbers:
     }
 
 
-def figures(run: Outcome) -> Numbers:
+def figures(run: SimulationResult) -> Numbers:
     return {
         "rate": run.rate,
         "mean_lag": float(run.mean_lags.mean()),
@@ -144,7 +144,7 @@ def figures(run: Outcome) -> Numbers:
     }
 
 
-def beside_formula(run: Outcome, scenario: Scenario) -> Numbers:
+def beside_formula(run: SimulationResult, scenario: Scenario) -> Numbers:
     estimate = estimate_scenario(scenario)
     assert estimate is not None, "the formulas know this schedule"
     names = ("rate", "mean_lag", "max_lag", "trainer_share")
@@ -164,5 +164,5 @@ def _april(*overrides: str) -> Scenario:
     return load_scenario(SCENARIOS / "april.toml", (*steps, *overrides))
 
 
-def _april_runs(*overrides: str) -> list[Outcome]:
+def _april_runs(*overrides: str) -> list[SimulationResult]:
     return [simulate_scenario(_april(f"simulation.seed={seed}", *overrides)) for seed in range(3)]

@@ -36,13 +36,13 @@ from midflight.trainer.checkpoints import checkpoint_of
 from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.peak_memory import peak_memory_bytes
-from midflight.trainer.ranks import OneRank, RankGroup, join_ranks
+from midflight.trainer.process_group import DistributedGroup, SingleProcessGroup, join_process_group
 from midflight.trainer.saved_tensors import SavedTensors
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
 from midflight.types import TrainingBatch
-from midflight.weights.drain import WeightDrain
+from midflight.weights.null_sender import NullSender
 
 # A float32 sum of two ranks' gradients is in another order than one process's, and AdamW's steps do not shrink with
 # the gradient.
@@ -176,15 +176,15 @@ def _run_ranks(job: _Job) -> list[int]:
 def _rank(job: _Job, rank: int, parent: Connection) -> None:
     torch.set_num_threads(1)
     parent.send(peak_memory_bytes(_CPU))
-    sender = WeightDrain()
+    sender = NullSender()
     if job.num_ranks:
-        with join_ranks(job.directory / "ranks", rank, job.num_ranks, _CPU) as ranks:
+        with join_process_group(job.directory / "ranks", rank, job.num_ranks, _CPU) as ranks:
             _train(job, ShardedTrainer(job.model, _OPTIMIZER, sender, ranks.mesh), ranks)
     else:
-        _train(job, SingleProcessTrainer(job.model, _OPTIMIZER, sender), OneRank())
+        _train(job, SingleProcessTrainer(job.model, _OPTIMIZER, sender), SingleProcessGroup())
 
 
-def _train(job: _Job, backend: SingleProcessTrainer, ranks: RankGroup | OneRank) -> None:
+def _train(job: _Job, backend: SingleProcessTrainer, ranks: DistributedGroup | SingleProcessGroup) -> None:
     backend.init(ranks.rank)
     options = job.options
     settings = LoopSettings(

@@ -23,9 +23,9 @@ def bench_simulator(sizes: Sequence[tuple[int, int]], report: Callable[[str], No
     for num_gpus, num_steps in sizes:
         run = case_study(num_gpus, num_steps)
         started = time.perf_counter()
-        outcome = simulate(run)
+        result = simulate(run)
         seconds = time.perf_counter() - started
-        num_rollouts = sum(len(batch.lengths) for batch in outcome.batches)
+        num_rollouts = sum(len(batch.lengths) for batch in result.batches)
         rows.append({"gpus": num_gpus, "steps": num_steps, "trained_rollouts": num_rollouts, "seconds": seconds})
         report(f"{num_gpus} GPUs, {num_steps} optimizer steps: {seconds:.1f} s")
     return {"machine": describe_machine(), "rows": rows}
@@ -34,7 +34,7 @@ def bench_simulator(sizes: Sequence[tuple[int, int]], report: Callable[[str], No
 def case_study(num_gpus: int, num_steps: int) -> SimulatedRun:
     num_engines = max(1, round(num_gpus * _GENERATING))
     return SimulatedRun(
-        schedule=PipelineSchedule(num_gpus, _NUM_IN_FLIGHT, max_waiting=10 * num_gpus),
+        schedule=PipelineSchedule(num_gpus, _NUM_IN_FLIGHT, queue_capacity=10 * num_gpus),
         lengths=uniform(_MAX_LENGTH),
         step_cost=PAPER_STEP_COST,
         num_engines=num_engines,

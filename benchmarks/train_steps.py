@@ -23,7 +23,7 @@ from midflight.trainer.inputs import loss_inputs
 from midflight.trainer.policies import PolicySettings
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, Trajectory
-from midflight.weights.drain import WeightDrain
+from midflight.weights.null_sender import NullSender
 
 # Small: what is measured does not depend on it, and the two models should stay comparable over many steps.
 _LEARNING_RATE = 1e-6
@@ -49,7 +49,7 @@ class PackedStep:
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
-        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, WeightDrain(), PolicySettings(dtype=dtype))
+        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, NullSender(), PolicySettings(dtype=dtype))
         self._trainer.init(rank=0)
 
     @property

@@ -102,7 +102,7 @@ def bench_updates(
     machine = describe_machine()
     torch.set_num_threads(num_cores())
     engine = build_embedded_engine(
-        model.directory, dtype, num_rows=sequences, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=new_tokens
+        model.directory, dtype, max_num_seqs=sequences, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=new_tokens
     )
     load = Load(engine.generator, model.vocab_size, sequences, new_tokens)
     load.step()

@@ -42,12 +42,12 @@ def centered(rewards: Float64Array, scale: float = 1.0) -> Float64Array:
     return scale * (rewards - np.median(rewards))
 
 
-def logging_engine(log: str, model_path: Path, num_slots: int, **settings: Any) -> Generator:
+def logging_engine(log: str, model_path: Path, max_num_seqs: int, **settings: Any) -> Generator:
     """The embedded engine, after a line in a file."""
     settings.pop("threads")
     with Path(log).open("a") as file:
-        file.write(f"{model_path.name} {num_slots}\n")
-    return embedded_engine(num_slots=num_slots, **settings)
+        file.write(f"{model_path.name} {max_num_seqs}\n")
+    return embedded_engine(max_num_seqs=max_num_seqs, **settings)
 
 
 class CountedStream(SqliteStream[Any]):

@@ -175,7 +175,7 @@ class Generator(Protocol):
     """Continuous batching over token ids: requests come and go between decode steps.
 
     Constructor: `engine.options` as keyword arguments, and those of these that it has parameters for: `model_path`,
-    `model_config` (of Hugging Face), `weights` (tensors by name), `version` (of the weights), `num_slots` (requests
+    `model_config` (of Hugging Face), `weights` (tensors by name), `version` (of the weights), `max_num_seqs` (requests
     that run at a time), `max_new_tokens`, and the keys of `[engine]`.
     """
 

@@ -54,7 +54,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.hooks = PoolHooks(say=self._say, left=self._say)
+        self.hooks = PoolHooks(log=self._say, left=self._say)
 
     def _say(self, name: str, text: str) -> None:
         self.said.append(f"{name} {text}")

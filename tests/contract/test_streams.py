@@ -424,15 +424,15 @@ def test_trimming_alone_wakes_a_writer(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_no_room = threading.Event()
-    wait = doorbell.Doorbell.wait
+    wait = doorbell.WakeUp.wait
 
-    def noted_wait(bell: doorbell.Doorbell, deadline_s: float) -> bool:
+    def noted_wait(bell: doorbell.WakeUp, deadline_s: float) -> bool:
         found_no_room.set()
         return wait(bell, deadline_s)
 
     ends = ends_in_file(path, capacity=1)
     append_all(ends.stream, 1)
-    monkeypatch.setattr(doorbell.Doorbell, "wait", noted_wait)
+    monkeypatch.setattr(doorbell.WakeUp, "wait", noted_wait)
     waiting = elsewhere.submit(ends.append, 1)
     assert found_no_room.wait(TIMEOUT_S)
     ends.stream.trim(1)
@@ -444,7 +444,7 @@ def test_waits_end_without_the_doorbell(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doorbell, "_RELOOK_S", 0.001)
-    monkeypatch.setattr(doorbell.Doorbell, "ring", lambda self: None)
+    monkeypatch.setattr(doorbell.WakeUp, "ring", lambda self: None)
     ends = ends_in_file(path, capacity=1)
     written = elsewhere.submit(ends.append_all, 50)
     read_all(ends.stream, 50)

@@ -60,7 +60,7 @@ def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]
     recipe = load_recipe(RECIPE)
     weights = weights_of(load_model(MODEL))
     changed = {name: tensor * 1.01 for name, tensor in weights.items()}
-    engine = build_engine(recipe, load_config(MODEL), changed, num_rows=64, version=7)
+    engine = build_engine(recipe, load_config(MODEL), changed, max_num_seqs=64, version=7)
     request = GenerationRequest(RolloutId(0), np.array([5, 6], np.int32), SamplingParams(40), seed=1)
     engine.add([request])
     with HTTPGenerator(url) as generator:

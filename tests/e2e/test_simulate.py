@@ -93,7 +93,7 @@ def test_every_schedule(
             "schedule.num_in_flight = 192 is beyond decode.sizes, which end at 64",
         ),
         (["cluster.num_engines=200"], "cluster.num_engines = 200: of 128 GPUs and 1 per engine, 1 to 127 would work"),
-        (["schedule.max_waiting=100"], "schedule.max_waiting = 100 is less than batch.batch_size = 128"),
+        (["schedule.queue_capacity=100"], "schedule.queue_capacity = 100 is less than batch.batch_size = 128"),
         (["schedule.max_lag=-1"], "schedule.max_lag: should be greater than or equal to 0, got -1"),
         (["batch.group_size=5"], "batch: batch_size = 128 is not a multiple of group_size = 5"),
         (["batch.filter_rate=1"], "batch.filter_rate: should be less than 1, got 1"),

@@ -275,7 +275,7 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
         ),
         (("/tmp",), "is a directory; to go on with the run in it, add --resume"),
         (("/tmp", "--resume"), "holds no run"),
-        ((RECIPE, "schedule.max_waiting=16"), "the batch could never fill up; 32 or more would work"),
+        ((RECIPE, "schedule.queue_capacity=16"), "the batch could never fill up; 32 or more would work"),
         (
             (RECIPE, "schedule.type=april", "schedule.over_sampling=0.5"),
             "should be greater than or equal to 1, got 0.5",

@@ -103,13 +103,13 @@ def test_greedy_takes_the_most_likely_token() -> None:
 def test_neighbors_do_not_change_a_sequence() -> None:
     """The same rollout alone, in a crowd, and in few rows: the same tokens."""
     asked = requests(24)
-    crowd = tiny_engine(tiny_model(), num_rows=24)
+    crowd = tiny_engine(tiny_model(), max_num_seqs=24)
     crowd.add(asked)
-    few_rows = tiny_engine(tiny_model(), num_rows=3)
+    few_rows = tiny_engine(tiny_model(), max_num_seqs=3)
     few_rows.add(list(reversed(asked)))
     in_crowd, in_few_rows = run_to_end(crowd), run_to_end(few_rows)
     for request in asked:
-        alone = tiny_engine(tiny_model(), num_rows=1)
+        alone = tiny_engine(tiny_model(), max_num_seqs=1)
         alone.add([request])
         expected = run_to_end(alone)[request.rollout_id].generated.token_ids.tolist()
         assert in_crowd[request.rollout_id].generated.token_ids.tolist() == expected
@@ -128,7 +128,7 @@ def test_an_interrupted_sequence_goes_on_as_if_nothing_had_happened() -> None:
     aborted = first.abort([request.rollout_id for request in asked])
     assert first.num_in_flight == 0
     assert len(finished) + len(aborted) == 6
-    second = tiny_engine(tiny_model(), num_rows=2)
+    second = tiny_engine(tiny_model(), max_num_seqs=2)
     for completion in aborted:
         assert completion.finish_reason is FinishReason.ABORT
         request = asked[completion.rollout_id]
@@ -386,7 +386,7 @@ def test_padded_and_replayed_decode_steps_are_the_same_steps() -> None:
 
     plain = engine_model(models[0].config, weights_of(models[0]), max_length=56)
     graphed = GraphedModel(engine_model(models[0].config, weights_of(models[0]), max_length=56), 4, capture)
-    limits = EngineLimits(num_rows=11, max_prompt_tokens=32, max_new_tokens=24)
+    limits = EngineLimits(max_num_seqs=11, max_prompt_tokens=32, max_new_tokens=24)
     assert_same(run(Engine(graphed, limits)), run(Engine(plain, limits)))
     assert 2 < len(captured) < 10
 
@@ -397,7 +397,7 @@ def test_bfloat16_is_near_float32(family: str) -> None:
     model = tiny_model(family)
     asked = requests(8, max_tokens=8)
     runner = engine_model(model.config, weights_of(model), max_length=56, dtype=torch.bfloat16)
-    engine = Engine(runner, EngineLimits(num_rows=8, max_prompt_tokens=32, max_new_tokens=24))
+    engine = Engine(runner, EngineLimits(max_num_seqs=8, max_prompt_tokens=32, max_new_tokens=24))
     assert engine.compute_dtype is torch.bfloat16
     engine.add(asked)
     engine.step()
@@ -446,7 +446,7 @@ def test_samples_of_one_prompt_cost_one_prefill() -> None:
         return forward(batch, cache)
 
     runner.forward = counting
-    engine = Engine(runner, EngineLimits(num_rows=8, max_prompt_tokens=32, max_new_tokens=24))
+    engine = Engine(runner, EngineLimits(max_num_seqs=8, max_prompt_tokens=32, max_new_tokens=24))
     asked = requests(8, shared_prompt=True)
     engine.add(asked)
     while min(len(engine.generated(request.rollout_id)) for request in asked) == 0:

@@ -13,9 +13,9 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost
 from midflight.sim.formulas.analytic import conventional, pipeline
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.lengths import lognormal, uniform
-from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.result import SimulationResult
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 from midflight.sim.workload import Workload
 
@@ -25,7 +25,7 @@ BASE = Workload(16, BATCH_SIZE, uniform(256), PAPER_STEP_COST, 4.919)
 PERIOD = pipeline(BASE, IN_FLIGHT, 5).period
 
 
-def simulated(workload: Workload, schedule: Schedule, num_engines: int, num_training_gpus: int) -> Outcome:
+def simulated(workload: Workload, schedule: Schedule, num_engines: int, num_training_gpus: int) -> SimulationResult:
     run = SimulatedRun(
         schedule,
         workload.lengths,
@@ -57,30 +57,30 @@ CASES = {
 def test_generation_is_the_slower_one(name: str) -> None:
     workload = CASES[name]
     expected = pipeline(workload, IN_FLIGHT, 5)
-    outcome = simulated(workload, PipelineSchedule(BATCH_SIZE, IN_FLIGHT, BATCH_SIZE), 5, 11)
+    result = simulated(workload, PipelineSchedule(BATCH_SIZE, IN_FLIGHT, BATCH_SIZE), 5, 11)
     assert expected.trainer_share < 0.95
-    assert outcome.rate == pytest.approx(expected.rate, rel=0.01)
-    assert outcome.trainer_share == pytest.approx(expected.trainer_share, abs=0.02)
-    assert outcome.mean_lags.mean() == pytest.approx(expected.mean_lag, rel=0.025)
-    assert np.median(outcome.max_lags) == pytest.approx(expected.lag_bound, abs=2)
+    assert result.rate == pytest.approx(expected.rate, rel=0.01)
+    assert result.trainer_share == pytest.approx(expected.trainer_share, abs=0.02)
+    assert result.mean_lags.mean() == pytest.approx(expected.mean_lag, rel=0.025)
+    assert np.median(result.max_lags) == pytest.approx(expected.lag_bound, abs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", "transfer", "preprocess", "update pause", "handover pause"])
 @pytest.mark.parametrize(
-    ("max_waiting", "when_full"), [(BATCH_SIZE, "block"), (4 * BATCH_SIZE, "block"), (4 * BATCH_SIZE, "drop_oldest")]
+    ("queue_capacity", "when_full"), [(BATCH_SIZE, "block"), (4 * BATCH_SIZE, "block"), (4 * BATCH_SIZE, "drop_oldest")]
 )
-def test_training_is_the_slower_one(name: str, max_waiting: int, when_full: Literal["block", "drop_oldest"]) -> None:
+def test_training_is_the_slower_one(name: str, queue_capacity: int, when_full: Literal["block", "drop_oldest"]) -> None:
     workload = CASES[name]
-    expected = pipeline(workload, IN_FLIGHT, 7, Queue(max_waiting, when_full))
-    schedule = PipelineSchedule(BATCH_SIZE, IN_FLIGHT, max_waiting, None, when_full)
-    outcome = simulated(workload, schedule, 7, 9)
-    assert outcome.rate == pytest.approx(expected.rate, rel=0.01)
-    assert outcome.mean_lags.mean() == pytest.approx(expected.mean_lag, rel=0.025)
-    assert expected.lag_bound - 3.5 <= np.median(outcome.max_lags) <= expected.lag_bound + 1
-    num_dropped = outcome.figures()["dropped/queue_full_groups"]
+    expected = pipeline(workload, IN_FLIGHT, 7, Queue(queue_capacity, when_full))
+    schedule = PipelineSchedule(BATCH_SIZE, IN_FLIGHT, queue_capacity, None, when_full)
+    result = simulated(workload, schedule, 7, 9)
+    assert result.rate == pytest.approx(expected.rate, rel=0.01)
+    assert result.mean_lags.mean() == pytest.approx(expected.mean_lag, rel=0.025)
+    assert expected.lag_bound - 3.5 <= np.median(result.max_lags) <= expected.lag_bound + 1
+    num_dropped = result.figures()["dropped/queue_full_groups"]
     assert isinstance(num_dropped, int)
-    num_trained = len(outcome.measured) * BATCH_SIZE
+    num_trained = len(result.measured) * BATCH_SIZE
     assert num_dropped / (num_dropped + num_trained) == pytest.approx(expected.dropped_share, abs=0.02)
 
 
@@ -90,10 +90,10 @@ def test_turns(name: str) -> None:
     workload = CASES[name]
     steps = 12
     expected = conventional(workload, steps)
-    outcome = simulated(workload, ConventionalSchedule(BATCH_SIZE, steps), 16, 16)
-    assert outcome.rate == pytest.approx(expected.rate, rel=0.01)
-    assert outcome.trainer_share == pytest.approx(expected.trainer_share, abs=0.02)
-    assert (outcome.max_lags.max(), outcome.mean_lags.mean()) == (
+    result = simulated(workload, ConventionalSchedule(BATCH_SIZE, steps), 16, 16)
+    assert result.rate == pytest.approx(expected.rate, rel=0.01)
+    assert result.trainer_share == pytest.approx(expected.trainer_share, abs=0.02)
+    assert (result.max_lags.max(), result.mean_lags.mean()) == (
         expected.max_lag,
         pytest.approx(expected.mean_lag, rel=0.01),
     )

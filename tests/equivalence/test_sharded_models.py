@@ -22,9 +22,9 @@ from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
 from midflight.trainer.fsdp import ShardedTrainer
+from midflight.trainer.full_tensors import full_tensors
 from midflight.trainer.policies import PolicySettings
-from midflight.trainer.ranks import RankGroup, join_ranks
-from midflight.trainer.shards import gathered
+from midflight.trainer.process_group import DistributedGroup, join_process_group
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,7 +58,9 @@ def write_models(directory: Path) -> None:
             shutil.copy(TOKENIZER / name, model)
 
 
-def trainers(model: Path, group: RankGroup, settings: PolicySettings) -> tuple[ShardedTrainer, SingleProcessTrainer]:
+def trainers(
+    model: Path, group: DistributedGroup, settings: PolicySettings
+) -> tuple[ShardedTrainer, SingleProcessTrainer]:
     sharded = ShardedTrainer(model, OPTIMIZER, InProcessWeights(), group.mesh, settings)
     single = SingleProcessTrainer(model, OPTIMIZER, InProcessWeights(), settings)
     sharded.init(group.rank)
@@ -73,12 +75,12 @@ def step(trainer: SingleProcessTrainer, loss_factor: float = 1.0) -> None:
     assert not trainer.optimizer_step(1e-2).skipped
 
 
-def check_passes(model: Path, group: RankGroup, settings: PolicySettings) -> None:
+def check_passes(model: Path, group: DistributedGroup, settings: PolicySettings) -> None:
     trainer, single = trainers(model, group, settings)
     expected = single._policy
     sharded = dict(trainer._policy.named_parameters())
     assert list(sharded) == [name for name, _ in expected.named_parameters()]
-    for name, tensor in gathered(sharded.items()):
+    for name, tensor in full_tensors(sharded.items()):
         parameter = expected.get_parameter(name)
         assert tensor.dtype == parameter.dtype, name
         assert torch.equal(tensor, parameter), name
@@ -98,7 +100,7 @@ def check_passes(model: Path, group: RankGroup, settings: PolicySettings) -> Non
     torch.testing.assert_close(trainer.forward(MICROBATCH).logprobs.detach(), after)
 
 
-def check_exchange(model: Path, group: RankGroup, settings: PolicySettings, directory: Path) -> None:
+def check_exchange(model: Path, group: DistributedGroup, settings: PolicySettings, directory: Path) -> None:
     """A checkpoint of one process, loaded and saved by several, is the same; and so it is the other way round."""
     (sharded, single), (_, again) = (trainers(model, group, settings) for _ in range(2))
     step(single)
@@ -144,7 +146,7 @@ def test_every_family_is_what_an_ordinary_load_makes_of_it(tmp_path: Path) -> No
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join_ranks(Path(sys.argv[2]), int(sys.argv[3]), 2, torch.device("cpu"), timeout_s=120.0) as own:
+    with join_process_group(Path(sys.argv[2]), int(sys.argv[3]), 2, torch.device("cpu"), timeout_s=120.0) as own:
         for path, variant in itertools.product(sorted(Path(sys.argv[1]).iterdir()), VARIANTS):
             if variant in ("bfloat16", "lora") and path.name not in ("qwen2", "gpt2"):
                 continue

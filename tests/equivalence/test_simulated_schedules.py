@@ -28,8 +28,8 @@ BATCH_SIZE = 4
 SCHEDULES: dict[str, Schedule] = {
     "conventional": ConventionalSchedule(BATCH_SIZE),
     "conventional, G = 3": ConventionalSchedule(BATCH_SIZE, 3, num_in_flight=5),
-    "pipeline": PipelineSchedule(BATCH_SIZE, num_in_flight=6, max_waiting=8),
-    "pipeline, max_lag": PipelineSchedule(BATCH_SIZE, num_in_flight=6, max_waiting=12, max_lag=2),
+    "pipeline": PipelineSchedule(BATCH_SIZE, num_in_flight=6, queue_capacity=8),
+    "pipeline, max_lag": PipelineSchedule(BATCH_SIZE, num_in_flight=6, queue_capacity=12, max_lag=2),
     "april": AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling=2.0),
     "april, max_versions": AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling=2.5, max_versions=2),
     "april, few in flight": AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling=2.0, num_in_flight=5),

@@ -112,7 +112,7 @@ def test_what_is_published_is_what_the_checkpoint_and_the_engine_hold(options: t
     trainer.save(tmp_path)
     for name, tensor in weights_of(load_model(tmp_path)).items():
         assert torch.equal(tensor.to(expected), sent[name]), name
-    engine = build_engine(recipe, load_config(recipe.model.path), sent, num_rows=4)
+    engine = build_engine(recipe, load_config(recipe.model.path), sent, max_num_seqs=4)
     step(trainer)
     engine.update_weights(1, published(trainer))
 

@@ -14,19 +14,19 @@ from midflight.sim.costs import PAPER_STEP_COST, RateTable
 from midflight.sim.formulas.analytic import conventional, one_step_off, pipeline
 from midflight.sim.formulas.draining import drain
 from midflight.sim.formulas.speed_up import crossover, first_win, largest_gain
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.lengths import constant, lognormal, uniform
-from midflight.sim.planner.pareto import Front
+from midflight.sim.planner.pareto import ParetoFront
 from midflight.sim.planner.search import best_one_step_off, pareto_front, search_space
 from midflight.sim.workload import Workload
 
 
-def front_of(workload: Workload) -> Front:
+def front_of(workload: Workload) -> ParetoFront:
     """By the paper's max lag."""
     return pareto_front(workload, replace(search_space(workload, Queue(workload.batch_size)), lag="paper"))
 
 
-def speed_up(front: Front, workload: Workload, max_lag: int) -> float:
+def speed_up(front: ParetoFront, workload: Workload, max_lag: int) -> float:
     return float(front.up_to(max_lag).rates[-1]) / conventional(workload, max_lag + 1).rate
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.from_scratch import from_scratch
+from benchmarks.restart_baseline import restart_baseline
 
 from golden.numbers import EXPECTED
 from midflight.protocols import Schedule
 from midflight.schedules.april import AprilSchedule
 from midflight.sim.costs import AffineCost
 from midflight.sim.lengths import GroupedLogNormal
-from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.result import SimulationResult
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 GROUP_SIZE = 8
@@ -44,7 +44,7 @@ def run_of(schedule: Schedule, cost: AffineCost, seed: int, filter_rate: float =
 
 
 @cache
-def over_sampled(over_sampling: float, cost: AffineCost) -> list[Outcome]:
+def over_sampled(over_sampling: float, cost: AffineCost) -> list[SimulationResult]:
     schedule = AprilSchedule(BATCH_SIZE, GROUP_SIZE, over_sampling)
     return [simulate(run_of(schedule, cost, seed)).after(NUM_WARM_UP) for seed in range(3)]
 
@@ -122,7 +122,7 @@ def test_dynamic_sampling_with_half_of_the_groups_filtered() -> None:
     expected = EXPECTED["P7_dapo_filt.5_affine64"]
     over = AprilSchedule(BATCH_SIZE, GROUP_SIZE, 2.0, refill="over_sampled")
     runs = [simulate(run_of(over, PER_64, seed, filter_rate=0.5)).after(NUM_WARM_UP) for seed in range(5)]
-    alone = from_scratch(run_of(over, PER_64, 0, filter_rate=0.5), range(1000, 1500))
+    alone = restart_baseline(run_of(over, PER_64, 0, filter_rate=0.5), range(1000, 1500))
     gain_trained = np.mean([run.rate for run in runs]) / alone.rate
     assert gain_trained == pytest.approx(expected["gain_trained"]["mean"], rel=0.06)
     gain_generated = np.mean([run.generated_rate for run in runs]) / alone.generated_rate

@@ -16,9 +16,9 @@ from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import PAPER_STEP_COST, PAPER_TRAIN_TIME_PER_TOKEN
 from midflight.sim.formulas.analytic import pipeline
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.lengths import uniform
-from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.result import SimulationResult
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 UNBOUNDED = 10**9  # rollouts that may wait
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[int, int, Schedule]] = {
 
 
 @cache
-def whole_run(name: str) -> Outcome:
+def whole_run(name: str) -> SimulationResult:
     num_gpus, num_engines, schedule = CASES[name]
     run = SimulatedRun(
         schedule=schedule,
@@ -62,22 +62,22 @@ def mean_of(name: str, figure: str) -> float:
     ],
 )
 def test_speed_and_lag(name: str, rate: float, mean_lag: float, median_max_lag: float) -> None:
-    outcome = whole_run(name).after(400)
-    assert outcome.rate == pytest.approx(mean_of(name, "r"), rel=rate)
-    assert outcome.mean_lags.mean() == pytest.approx(mean_of(name, "mean_lag"), rel=mean_lag)
-    assert np.median(outcome.max_lags) == pytest.approx(mean_of(name, "max_lag_p50"), abs=median_max_lag)
-    assert outcome.last_lag == pytest.approx(mean_of(name, "last_lag"), abs=0.2)
-    profile = outcome.lag_by_position[list(POSITIONS)]
+    result = whole_run(name).after(400)
+    assert result.rate == pytest.approx(mean_of(name, "r"), rel=rate)
+    assert result.mean_lags.mean() == pytest.approx(mean_of(name, "mean_lag"), rel=mean_lag)
+    assert np.median(result.max_lags) == pytest.approx(mean_of(name, "max_lag_p50"), abs=median_max_lag)
+    assert result.last_lag == pytest.approx(mean_of(name, "last_lag"), abs=0.2)
+    profile = result.lag_by_position[list(POSITIONS)]
     np.testing.assert_allclose(profile, EXPECTED[name]["sim"]["profile"], atol=1.0)
-    halves = np.array_split(outcome.mean_lags, 2)
+    halves = np.array_split(result.mean_lags, 2)
     assert halves[1].mean() / halves[0].mean() == pytest.approx(1.0, abs=0.02), "lag drifts"
 
 
 @pytest.mark.slow
 def test_no_token_is_older_than_the_formula_allows_but_for_luck() -> None:
-    outcome = whole_run("D1_N128_H192_I40").after(400)
-    assert outcome.max_lags.max() <= 125
-    assert outcome.last_lag == pytest.approx(mean_of("D1_N128_H192_I40", "last_lag"), abs=0.02)
+    result = whole_run("D1_N128_H192_I40").after(400)
+    assert result.max_lags.max() <= 125
+    assert result.last_lag == pytest.approx(mean_of("D1_N128_H192_I40", "last_lag"), abs=0.02)
 
 
 @pytest.mark.slow
@@ -90,12 +90,12 @@ def test_twice_the_gpus_are_twice_as_fast_and_twice_as_old() -> None:
 
 @pytest.mark.slow
 def test_a_full_queue_drops_what_training_has_no_time_for() -> None:
-    outcome = whole_run("D4_drop_I50_q256")
-    num_dropped = outcome.batches[-1].handed_over.num_dropped_groups
-    dropped = num_dropped / (num_dropped + sum(len(batch.lengths) for batch in outcome.batches))
+    result = whole_run("D4_drop_I50_q256")
+    num_dropped = result.batches[-1].handed_over.num_dropped_groups
+    dropped = num_dropped / (num_dropped + sum(len(batch.lengths) for batch in result.batches))
     assert dropped == pytest.approx(mean_of("D4_drop_I50_q256", "dropped_frac"), abs=0.015)
     fluid = pipeline(paper_workload(lengths=uniform(1024)), 192, 50, Queue(256, "drop_oldest"))
-    assert outcome.after(400).rate == pytest.approx(fluid.rate, rel=0.005)
+    assert result.after(400).rate == pytest.approx(fluid.rate, rel=0.005)
 
 
 @pytest.mark.slow
@@ -111,14 +111,14 @@ def test_conventional() -> None:
         num_steps=6 * num_steps,
         train_time_per_token=PAPER_TRAIN_TIME_PER_TOKEN / 128,
     )
-    outcome = simulate(run)
-    assert outcome.rate == pytest.approx(expected["r"]["mean"], rel=0.01)
-    assert [batch.lag_histogram for batch in outcome.batches] == [
-        {index % num_steps: batch.num_tokens} for index, batch in enumerate(outcome.batches)
+    result = simulate(run)
+    assert result.rate == pytest.approx(expected["r"]["mean"], rel=0.01)
+    assert [batch.lag_histogram for batch in result.batches] == [
+        {index % num_steps: batch.num_tokens} for index, batch in enumerate(result.batches)
     ]
-    assert outcome.mean_lags.mean() == expected["mean_lag"]["mean"]
-    assert outcome.max_lags.max() == expected["max_lag"]["mean"]
-    generating = 1.0 - outcome.trainer_share
+    assert result.mean_lags.mean() == expected["mean_lag"]["mean"]
+    assert result.max_lags.max() == expected["max_lag"]["mean"]
+    generating = 1.0 - result.trainer_share
     assert generating == pytest.approx(expected["gen_frac"]["mean"], rel=0.01)
-    trained = sum(batch.num_tokens for batch in outcome.batches)
-    assert trained / (generating * outcome.elapsed) == pytest.approx(expected["gen"]["mean"], rel=0.01)
+    trained = sum(batch.num_tokens for batch in result.batches)
+    assert trained / (generating * result.elapsed) == pytest.approx(expected["gen"]["mean"], rel=0.01)

@@ -11,7 +11,7 @@ from midflight.schedules.april import AprilSchedule
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.sim.costs import AffineCost
 from midflight.sim.lengths import CycledLengths
-from midflight.sim.simulator.outcome import Reading, TrainedBatch
+from midflight.sim.simulator.result import Snapshot, TrainedBatch
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 TICK = AffineCost(1.0)
@@ -63,11 +63,11 @@ def test_april() -> None:
         num_steps=len(expected),
         train_time_per_token=0.0,
     )
-    outcome = simulate(run)
-    nothing = Reading._make(0 for _ in Reading._fields)
-    ends = [nothing, nothing, *(batch.handed_over for batch in outcome.batches)]
+    result = simulate(run)
+    nothing = Snapshot._make(0 for _ in Snapshot._fields)
+    ends = [nothing, nothing, *(batch.handed_over for batch in result.batches)]
     seen = []
-    for batch, (before, start), (_, end) in zip(outcome.batches, pairwise(ends), pairwise(ends[1:]), strict=False):
+    for batch, (before, start), (_, end) in zip(result.batches, pairwise(ends), pairwise(ends[1:]), strict=False):
         seen.append(
             {
                 "ticks": end.time - start.time,

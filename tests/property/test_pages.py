@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midflight.engine.pages import PagePool
-from midflight.engine.rows import RowTable
+from midflight.engine.running_batch import RunningBatch
 from midflight.engine.scheduler import Scheduler
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
 
@@ -24,20 +24,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random requests, aborts, updates and steps, with few pages and few distinct prompts."""
 
     @initialize(
-        num_rows=st.integers(1, 6),
+        max_num_seqs=st.integers(1, 6),
         spare_pages=st.integers(0, 20),
         max_batched_tokens=st.integers(1, 24),
         prefix_caching=st.booleans(),
         max_scored_tokens=st.integers(1, 24),
     )
     def start(
-        self, num_rows: int, spare_pages: int, max_batched_tokens: int, prefix_caching: bool, max_scored_tokens: int
+        self, max_num_seqs: int, spare_pages: int, max_batched_tokens: int, prefix_caching: bool, max_scored_tokens: int
     ) -> None:
         self.num_pages = 1 + MAX_PAGES + spare_pages
         self.pool: PagePool[object] = PagePool(self.num_pages, PAGE)
-        self.rows = RowTable(num_rows, MAX_PROMPT + MAX_NEW, MAX_PAGES)
+        self.running = RunningBatch(max_num_seqs, MAX_PROMPT + MAX_NEW, MAX_PAGES)
         self.scheduler = Scheduler(
-            self.rows,
+            self.running,
             self.pool,  # type: ignore[arg-type]
             max_batched_tokens,
             prefix_caching,
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.version += 1
         self.scheduler.weights_changed(recompute)
         if recompute:
-            assert self.rows.num_active == 0
+            assert self.running.num_active == 0
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -110,25 +110,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.slots.pop(target * PAGE + i, None)
                 if content is not None:
                     self.slots[target * PAGE + i] = content
-        assert len(set(plan.slots.tolist())) == len(plan.slots), "two tokens of one step share a slot"
-        assert not plan.slots.size or plan.slots.min() >= PAGE, "the scratch page was given out"
-        for row, position, slot in zip(plan.rows, plan.positions, plan.slots, strict=True):
-            self.slots[int(slot)] = (self.rows.token_ids[row, : position + 1].tobytes(), self.version)
-        assert len(plan.scored_rows) == len(plan.scored_positions) <= self.max_scored_tokens
-        num_logits = len(plan.logits_index) - len(plan.scored_rows)
+        assert len(set(plan.slot_mapping.tolist())) == len(plan.slot_mapping), "two tokens of one step share a slot"
+        assert not plan.slot_mapping.size or plan.slot_mapping.min() >= PAGE, "the scratch page was given out"
+        for row, position, slot in zip(plan.slots, plan.positions, plan.slot_mapping, strict=True):
+            self.slots[int(slot)] = (self.running.token_ids[row, : position + 1].tobytes(), self.version)
+        assert len(plan.scored_slots) == len(plan.scored_positions) <= self.max_scored_tokens
+        num_logits = len(plan.logits_index) - len(plan.scored_slots)
         scored_after = plan.logits_index[num_logits:]
-        assert plan.rows[scored_after].tolist() == plan.scored_rows.tolist()
+        assert plan.slots[scored_after].tolist() == plan.scored_slots.tolist()
         assert (plan.positions[scored_after] + 1).tolist() == plan.scored_positions.tolist()
-        assert num_logits + len(plan.cached_logits) == len(plan.sampled_rows)
-        for logits, row in zip(plan.cached_logits, plan.sampled_rows[num_logits:], strict=True):
-            length = self.rows.lengths[row]
-            assert logits.clone() == (self.rows.token_ids[row, :length].tobytes(), self.version)  # type: ignore[comparison-overlap]
-        sampled = self.rng.integers(0, 4, len(plan.sampled_rows)).astype(np.int32)
+        assert num_logits + len(plan.cached_logits) == len(plan.sampled_slots)
+        for logits, row in zip(plan.cached_logits, plan.sampled_slots[num_logits:], strict=True):
+            length = self.running.lengths[row]
+            assert logits.clone() == (self.running.token_ids[row, :length].tobytes(), self.version)  # type: ignore[comparison-overlap]
+        sampled = self.rng.integers(0, 4, len(plan.sampled_slots)).astype(np.int32)
         logits = _Logits(
-            (self.rows.token_ids[row, : self.rows.lengths[row]].tobytes(), self.version)
-            for row in plan.sampled_rows[:num_logits]
+            (self.running.token_ids[row, : self.running.lengths[row]].tobytes(), self.version)
+            for row in plan.sampled_slots[:num_logits]
         )
-        self._check_contents(plan.rows, plan.positions)
+        self._check_contents(plan.slots, plan.positions)
         logprobs, scores = np.zeros(len(sampled), np.float32), self._scores(plan.scored_positions, self.version)
         return self.scheduler.record(plan, logits, sampled, logprobs, scores, self.version)  # type: ignore[arg-type]
 
@@ -144,11 +144,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             last = int(positions[rows == row].max())
             versions = set()
             for position in range(last + 1):
-                slot = int(self.rows.tables[row, position // PAGE]) * PAGE + position % PAGE
+                slot = int(self.running.tables[row, position // PAGE]) * PAGE + position % PAGE
                 tokens, version = self.slots[slot]
-                assert tokens == self.rows.token_ids[row, : position + 1].tobytes()
+                assert tokens == self.running.token_ids[row, : position + 1].tobytes()
                 versions.add(version)
-            assert min(versions) >= self.rows.epochs[row]
+            assert min(versions) >= self.running.epochs[row]
 
     def _check_completion(self, completion: Completion) -> None:
         request = self.asked.pop(completion.rollout_id)
@@ -176,8 +176,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rows"):
             return
         users = [0] * self.num_pages
-        for row in range(self.rows.num_active):
-            for page in self.rows.pages(row):
+        for row in range(self.running.num_active):
+            for page in self.running.pages(row):
                 users[page] += 1
         assert users == self.pool.num_users
         assert users[0] == 0

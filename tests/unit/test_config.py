@@ -60,8 +60,8 @@ def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
         ("trainer.zero_stage=3", "trainer.zero_stage is a key of deepspeed, but trainer.type = 'single'"),
         ("batch.max_tokens=100", "batch.max_tokens = 100 cannot hold one sequence"),
         (
-            "schedule.max_waiting=8",
-            "schedule.max_waiting = 8 is less than batch.batch_size = 32: the batch could never fill up; 32 or more",
+            "schedule.queue_capacity=8",
+            "schedule.queue_capacity = 8 is less than batch.batch_size = 32: the batch could never fill up; 32 or more",
         ),
         ("preprocess.process=other", "preprocess.process: should be 'rollout' or 'own', got 'other'"),
         (
@@ -298,6 +298,7 @@ def test_overrides_belong_to_the_type_that_is_chosen_wherever_they_stand(typed_f
     ("overrides", "message"),
     [
         (["trainer.backend=fsdp"], "trainer.backend is now trainer.type"),
+        (["schedule.max_waiting=256"], "schedule.max_waiting is now schedule.queue_capacity"),
         (["loss.type=custom", "loss.function=mine:loss"], "loss.function is now loss.type"),
     ],
 )

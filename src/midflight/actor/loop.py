@@ -15,9 +15,9 @@ from typing import Protocol
 
 from midflight.actor.actor import Actor
 from midflight.actor.iteration import iterate
-from midflight.actor.meter import RolloutMeter
 from midflight.actor.partials import PartialBuffer
-from midflight.concurrency.doorbell import WAIT_SLICE_S
+from midflight.actor.rollout_stats import RolloutStats
+from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.errors import StreamError
 from midflight.protocols import Generator, Schedule, WeightReceiver
 from midflight.tracing.spans import Tracer
@@ -68,7 +68,7 @@ class RolloutLoop:
         self._intervals = intervals
         self._newest = 0  # version of the weights, as of this iteration
         self._next_grades_s = self._next_save_s = 0.0
-        self._meter = RolloutMeter(tracer, actor.state)
+        self._stats = RolloutStats(tracer, actor.state)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Until asked to stop."""
@@ -114,7 +114,7 @@ class RolloutLoop:
                 return
             self._generator.update_weights(version, weights)
         self._actor.note_update()
-        self._meter.note_update(sum(tensor.nbytes for tensor in weights.values()))
+        self._stats.note_update(sum(tensor.nbytes for tensor in weights.values()))
 
     def abort(self) -> None:
         self._actor.abort()
@@ -126,7 +126,7 @@ class RolloutLoop:
         # A pending update goes on in steps, even if there is nothing left to sample.
         num_in_flight = self._generator.num_in_flight
         if num_in_flight or self._generator.update_pending:
-            with self._tracer.span("decode", rows=num_in_flight):
+            with self._tracer.span("decode", num_seqs=num_in_flight):
                 self._actor.step()
         if (now_s := time.monotonic()) >= self._next_grades_s:
             self._actor.collect_grades()
@@ -140,7 +140,7 @@ class RolloutLoop:
         batch = self._actor.take(choice)
         if batch is None:
             return
-        batch = replace(batch, metrics=self._meter.read(batch.actor_state, self._actor.ledger))
+        batch = replace(batch, metrics=self._stats.snapshot(batch.actor_state, self._actor.ledger))
         if self._sink.append(batch, timeout_s=0) is None:
             raise StreamError(f"the stream of batches is full at batch {batch.index}")
 

@@ -91,9 +91,9 @@ def simulate(
     outcome = simulate_scenario(scenario)
     estimate = estimate_scenario(scenario)
     if plot:
-        from midflight.report.simulation_plots import plot_outcome
+        from midflight.report.simulation_plots import plot_result
 
-        plot_outcome(outcome, scenario.simulation.time_unit, plot)
+        plot_result(outcome, scenario.simulation.time_unit, plot)
     if as_json:
         print(json_text(simulation_json(outcome, estimate, with_rollouts=rollouts)))
     else:

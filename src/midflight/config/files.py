@@ -171,7 +171,11 @@ RECIPE = FileKind(
     "recipe",
     RecipeError,
     paths=(("model", "path"), ("run", "directory"), ("reference", "path"), ("weights", "directory")),
-    moved={"trainer.backend": "trainer.type", "loss.function": "loss.type"},  # since version 0.1
+    moved={
+        "trainer.backend": "trainer.type",
+        "loss.function": "loss.type",
+        "schedule.max_waiting": "schedule.queue_capacity",
+    },  # since version 0.1
 )
 SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"), ("lengths", "file")))
 

@@ -15,14 +15,14 @@ class PipelineConfig(Section):
 
     type: Literal["pipeline"] = "pipeline"
     num_in_flight: int = Field(64, ge=1, description="rollouts being generated at any time, per engine")
-    max_waiting: int | None = Field(
+    queue_capacity: int | None = Field(
         None,
         ge=1,
         description="finished rollouts that wait, the batch in training not counted; default: a batch, the least that"
         " works, or with max_lag all that it allows",
     )
     when_full: Literal["block", "drop_oldest"] = Field(
-        "block", description="past max_waiting: do not refill finished slots, or drop the groups that finished first"
+        "block", description="past queue_capacity: do not refill finished slots, or drop the groups that finished first"
     )
     max_lag: int | None = Field(None, ge=0, description="hard bound on token lag, optimizer steps; default: none")
 
@@ -87,16 +87,16 @@ ScheduleConfig = Annotated[
 ]
 
 
-def queue_capacity(schedule: PipelineConfig, batch_size: int) -> int:
-    """Finished rollouts that may wait: `max_waiting`, or all that `max_lag` allows, or a batch."""
+def pipeline_capacity(schedule: PipelineConfig, batch_size: int) -> int:
+    """Finished rollouts that may wait: `queue_capacity`, or all that `max_lag` allows, or a batch."""
     # In start order, what is finished may have to wait for what is not: max_lag alone says how much.
-    return schedule.max_waiting or batch_size * (1 + (schedule.max_lag or 0))
+    return schedule.queue_capacity or batch_size * (1 + (schedule.max_lag or 0))
 
 
 def check_queue(schedule: ScheduleConfig, batch_size: int) -> None:
     """Whether a batch fits into the queue, if there is one. Raises: ValueError."""
-    if isinstance(schedule, PipelineConfig) and (capacity := queue_capacity(schedule, batch_size)) < batch_size:
+    if isinstance(schedule, PipelineConfig) and (capacity := pipeline_capacity(schedule, batch_size)) < batch_size:
         raise ValueError(
-            f"schedule.max_waiting = {capacity} is less than batch.batch_size = {batch_size}: the batch could"
+            f"schedule.queue_capacity = {capacity} is less than batch.batch_size = {batch_size}: the batch could"
             f" never fill up; {batch_size} or more would work"
         )

@@ -3,7 +3,7 @@
 engine.py       step(): adopt new weights -> schedule -> run -> sample -> record
 scheduler.py    who computes what next: admission, chunked prefill, pages, preemption
 pages.py        which sequence holds which page; prefixes that can be used again
-rows.py         what is running in which row
+running_batch.py  which sequence is in which slot
 plan.py         what one step computes, as the scheduler says it and as the model reads it
 cache.py        the tensors of the paged KV cache
 model.py        what the engine needs of a model

@@ -19,7 +19,7 @@ from midflight.engine.graphs import GraphedModel
 from midflight.engine.model import EngineModel
 from midflight.engine.pages import PagePool
 from midflight.engine.plan import Batch, StepPlan
-from midflight.engine.rows import MAX_STOP_TOKENS, RowTable
+from midflight.engine.running_batch import MAX_STOP_TOKENS, RunningBatch
 from midflight.engine.sampler import score, truncate
 from midflight.engine.scheduler import Scheduler
 from midflight.errors import ModelError, NonFiniteWeightsError, RequestError, WeightUpdateError
@@ -30,11 +30,11 @@ from midflight.types import TEMPERATURES, Completion, GeneratedTokens, Generatio
 class EngineLimits:
     """How much an engine takes on at once."""
 
-    num_rows: int  # sequences
+    max_num_seqs: int  # sequences
     max_prompt_tokens: int
     max_new_tokens: int
     max_batched_tokens: int = 512  # of one step, decodes and pieces of prefills
-    kv_cache_bytes: int | None = None  # None: room for every row at its longest
+    kv_cache_bytes: int | None = None  # None: room for every slot at its longest
     max_update_pause_s: float | None = None  # new weights are copied in slices of this; None: all at once
 
     @property
@@ -69,7 +69,7 @@ class Engine:
         self._limits, self._version, self._recompute_kv = limits, version, recompute_kv
         max_pages = -(-limits.max_length // PAGE_SIZE)
         # One page more than the sequences need is never given out.
-        num_pages = limits.num_rows * max_pages + 1
+        num_pages = limits.max_num_seqs * max_pages + 1
         if limits.kv_cache_bytes is not None:
             one_page = page_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)
             num_pages = min(num_pages, limits.kv_cache_bytes // one_page)
@@ -83,10 +83,10 @@ class Engine:
         self._cache = KVCache(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, num_pages, model.dtype, model.device
         )
-        self._rows = RowTable(limits.num_rows, limits.max_length, max_pages)
+        self._running = RunningBatch(limits.max_num_seqs, limits.max_length, max_pages)
         pool: PagePool[Tensor] = PagePool(num_pages, PAGE_SIZE)
         max_scored_tokens = max(1, _MAX_SCORED_LOGITS // shape.vocab_size)
-        self._scheduler = Scheduler(self._rows, pool, limits.max_batched_tokens, prefix_caching, max_scored_tokens)
+        self._scheduler = Scheduler(self._running, pool, limits.max_batched_tokens, prefix_caching, max_scored_tokens)
         self._pending_version: int | None = None
 
     @property
@@ -151,13 +151,13 @@ class Engine:
         logits = None
         token_ids, logprobs, scores = _NO_TOKENS, _NO_LOGPROBS, _NO_LOGPROBS
         if len(plan.token_ids):
-            tables = self._rows.tables[: self._rows.num_active]
+            tables = self._running.tables[: self._running.num_active]
             logits = self._model.forward(Batch.of(plan, tables, self._model.device), self._cache)
-        if logits is not None and len(plan.scored_rows):
-            num_sampled = len(logits) - len(plan.scored_rows)
+        if logits is not None and len(plan.scored_slots):
+            num_sampled = len(logits) - len(plan.scored_slots)
             scores = self._score(plan, logits[num_sampled:]).cpu().numpy()
             logits = logits[:num_sampled]
-        if len(plan.sampled_rows):  # else pieces of prefills only
+        if len(plan.sampled_slots):  # else pieces of prefills only
             drawn, drawn_logprobs = self._sample(plan, logits)
             token_ids, logprobs = drawn.cpu().numpy().astype(np.int32), drawn_logprobs.cpu().numpy()
         return self._scheduler.record(plan, logits, token_ids, logprobs, scores, self._version)
@@ -178,31 +178,33 @@ class Engine:
     @torch.inference_mode()
     def _score(self, plan: StepPlan, logits: Tensor) -> Tensor:
         """Log-probabilities of the prompt tokens that come after these logits. Shapes: [P, V] -> [P]."""
-        rows = self._rows
-        token_ids = rows.token_ids[plan.scored_rows, plan.scored_positions].astype(np.int64)
-        temperatures = rows.temperatures[plan.scored_rows]
+        running = self._running
+        token_ids = running.token_ids[plan.scored_slots, plan.scored_positions].astype(np.int64)
+        temperatures = running.temperatures[plan.scored_slots]
         return score(
             logits, torch.from_numpy(temperatures).to(logits.device), torch.from_numpy(token_ids).to(logits.device)
         )
 
     @torch.inference_mode()
     def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        rows, device = self._rows, self._model.device
-        parts = [*([logits] if logits is not None else []), *(row[None] for row in plan.cached_logits)]
+        running, device = self._running, self._model.device
+        parts = [*([logits] if logits is not None else []), *(logits[None] for logits in plan.cached_logits)]
         all_logits = torch.cat(parts) if len(parts) > 1 else parts[0]
-        sampled = plan.sampled_rows
-        truncated = np.flatnonzero((rows.top_ks[sampled] > 0) | (rows.top_ps[sampled] < 1) | (rows.min_ps[sampled] > 0))
+        sampled = plan.sampled_slots
+        truncated = np.flatnonzero(
+            (running.top_ks[sampled] > 0) | (running.top_ps[sampled] < 1) | (running.min_ps[sampled] > 0)
+        )
         if len(truncated):
             all_logits = self._truncate(all_logits, sampled, truncated)
         return self._model.kernels.sample(
             all_logits,
-            torch.from_numpy(rows.temperatures[sampled]).to(device),
-            torch.from_numpy(rows.next_uniforms(sampled)).to(device),
+            torch.from_numpy(running.temperatures[sampled]).to(device),
+            torch.from_numpy(running.next_uniforms(sampled)).to(device),
         )
 
     def _truncate(self, logits: Tensor, sampled: Int64Array, truncated: Int64Array) -> Tensor:
-        rows = self._rows
-        options = (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
+        running = self._running
+        options = (running.temperatures, running.top_ks, running.top_ps, running.min_ps)
         on_device = [torch.from_numpy(option[sampled[truncated]]).to(logits.device) for option in options]
         index = torch.from_numpy(truncated).to(logits.device)
         return logits.index_copy(0, index, truncate(logits[index], *on_device))

@@ -20,12 +20,12 @@ from midflight.engine.plan import Batch
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
-def bucket_of(num_rows: int) -> int:
+def bucket_of(num_seqs: int) -> int:
     """The number of rows a step is padded to: powers of two up to 8, multiples of 8 up to 64, then of 32."""
-    if num_rows <= 8:
-        return 1 << (num_rows - 1).bit_length()
-    width = 8 if num_rows <= 64 else 32
-    return -(-num_rows // width) * width
+    if num_seqs <= 8:
+        return 1 << (num_seqs - 1).bit_length()
+    width = 8 if num_seqs <= 64 else 32
+    return -(-num_seqs // width) * width
 
 
 def capture_cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -93,8 +93,8 @@ class GraphedModel:
         return Batch(
             token_ids=zeros(bucket),
             positions=zeros(bucket),
-            rows=torch.arange(bucket, device=self.device),
-            slots=zeros(bucket),
+            slots=torch.arange(bucket, device=self.device),
+            slot_mapping=zeros(bucket),
             tables=zeros(bucket, self._max_pages, dtype=torch.int32),
             logits_index=torch.arange(bucket, device=self.device),
             num_decode=bucket,
@@ -105,12 +105,12 @@ class GraphedModel:
 
 def _fill(inputs: Batch, batch: Batch) -> None:
     """Padding rows decode token 0 at position 0 of the scratch page; nobody reads what comes of it."""
-    num_rows = batch.num_decode
-    inputs.token_ids[:num_rows].copy_(batch.token_ids)
-    inputs.positions[:num_rows].copy_(batch.positions)
-    inputs.slots[:num_rows].copy_(batch.slots)
-    torch.index_select(batch.tables, 0, batch.rows, out=inputs.tables[:num_rows])
-    inputs.token_ids[num_rows:] = 0
-    inputs.positions[num_rows:] = 0
-    inputs.slots[num_rows:] = SCRATCH_PAGE * PAGE_SIZE
-    inputs.tables[num_rows:] = SCRATCH_PAGE
+    num_seqs = batch.num_decode
+    inputs.token_ids[:num_seqs].copy_(batch.token_ids)
+    inputs.positions[:num_seqs].copy_(batch.positions)
+    inputs.slot_mapping[:num_seqs].copy_(batch.slot_mapping)
+    torch.index_select(batch.tables, 0, batch.slots, out=inputs.tables[:num_seqs])
+    inputs.token_ids[num_seqs:] = 0
+    inputs.positions[num_seqs:] = 0
+    inputs.slot_mapping[num_seqs:] = SCRATCH_PAGE * PAGE_SIZE
+    inputs.tables[num_seqs:] = SCRATCH_PAGE

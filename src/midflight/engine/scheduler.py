@@ -1,12 +1,10 @@
 """Who computes what in the next step: admission, chunked prefill, pages, preemption. No tensors are touched here.
 
-A row has `lengths` tokens, of which `num_cached` have keys and values. It starts with a prefix, its prompt and what was
-generated before it was interrupted, whose prefill is done in chunks so that decoding rows never wait for a long one.
-From then on one token is missing: a decode. When pages run out the youngest row gives its own back and waits; its
-tokens stay, and it is prefilled again when there is room. The oldest row can always finish.
-
-A prompt that is to be scored is read from its first token on, whatever is known of it, since its logits are wanted. New
-weights make it start again: one version scores all of it.
+A slot has `lengths` tokens, and the keys and values of `num_cached` of them are cached. It starts with a prefix: the
+prompt and any tokens generated before an interruption. The prefix is prefilled in chunks, so that decoding slots never
+wait for a long prefill. Afterwards one token at a time is missing: a decode. If pages run out, the youngest slot is
+preempted: it keeps its tokens, frees its pages, and is prefilled again when there is room. The oldest slot can always
+finish.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from midflight.engine.pages import PagePool
 from midflight.engine.plan import Chunk, StepPlan
-from midflight.engine.rows import RowTable
+from midflight.engine.running_batch import RunningBatch
 from midflight.types import (
     Completion,
     FinishReason,
@@ -42,20 +40,20 @@ class _Waiting:
 class Scheduler:
     def __init__(
         self,
-        rows: RowTable,
+        running: RunningBatch,
         pool: PagePool[Tensor],
         max_batched_tokens: int,
         prefix_caching: bool,
         max_scored_tokens: int,
     ) -> None:
         """`max_scored_tokens`: of prompts, in one step."""
-        self.rows, self.pool = rows, pool
+        self.running, self.pool = running, pool
         self._max_batched_tokens, self._max_scored_tokens = max_batched_tokens, max_scored_tokens
         self._prefix_caching = prefix_caching
         self._waiting: deque[_Waiting] = deque()
-        self._ids: set[RolloutId] = set()  # in a row or waiting
+        self._ids: set[RolloutId] = set()  # in a slot or waiting
         self._prefilling: set[bytes] = set()  # prefixes that siblings in the queue wait for
-        self._cached_logits: list[tuple[int, Tensor]] = []  # (row, its next logits) of those just admitted
+        self._cached_logits: list[tuple[int, Tensor]] = []  # (slot, its next logits) of those just admitted
         self._copies: list[tuple[int, int]] = []
         self._epoch = 0
         self.num_preempted = 0
@@ -72,9 +70,9 @@ class Scheduler:
         self._waiting.append(_waiting(request))
 
     def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
-        row = self.rows.row_of.get(rollout_id)
-        if row is not None:
-            return self.rows.generated(row, start)
+        slot = self.running.slot_of.get(rollout_id)
+        if slot is not None:
+            return self.running.generated(slot, start)
         for entry in self._waiting:
             if entry.request.rollout_id == rollout_id:
                 return (entry.request.generated or GeneratedTokens.none()).part(start)
@@ -89,16 +87,16 @@ class Scheduler:
         ]
         self._waiting = deque(entry for entry in self._waiting if entry.request.rollout_id not in aborted)
         self._ids -= {completion.rollout_id for completion in completions}
-        for rollout_id in aborted & self.rows.row_of.keys():
-            completions.append(self.release(self.rows.row_of[rollout_id], FinishReason.ABORT))
+        for rollout_id in aborted & self.running.slot_of.keys():
+            completions.append(self.release(self.running.slot_of[rollout_id], FinishReason.ABORT))
         return completions
 
     def weights_changed(self, recompute: bool) -> None:
-        """No known prefix may be used again; with `recompute`, nor may the keys and values of running rows."""
+        """No known prefix may be used again; with `recompute`, nor may the keys and values of running slots."""
         self._epoch += 1
         self.pool.forget()
-        rows = self.rows
-        again = [int(rows.ages[row]) for row in range(rows.num_active) if recompute or rows.is_scoring(row)]
+        running = self.running
+        again = [int(running.ages[slot]) for slot in range(running.num_active) if recompute or running.is_scoring(slot)]
         for age in sorted(again, reverse=True):
             self._preempt_age(age)
 
@@ -106,7 +104,7 @@ class Scheduler:
         """The next step, or None if nothing can run: nothing is in flight."""
         if self._make_room():
             self._admit()
-        return self._plan() if self.rows.num_active else None
+        return self._plan() if self.running.num_active else None
 
     def record(
         self,
@@ -117,63 +115,63 @@ class Scheduler:
         scores: Float32Array,
         version: int,
     ) -> list[Completion]:
-        """Take in what the step computed: a token for each of plan.sampled_rows, a score for each of plan.scored_rows.
+        """Record a sampled token for each of plan.sampled_slots and a score for each of plan.scored_slots.
 
         `logits`: those of plan.logits_index that were sampled from.
         """
-        rows = self.rows
-        decoded = plan.rows[: plan.num_decode]
-        rows.num_cached[decoded] += 1
+        running = self.running
+        decoded = plan.slots[: plan.num_decode]
+        running.num_cached[decoded] += 1
         for chunk in plan.chunks:
-            rows.prefilled(chunk.row, chunk.stop - chunk.start, version)
-        rows.logprobs[plan.scored_rows, plan.scored_positions] = scores
+            running.prefilled(chunk.slot, chunk.stop - chunk.start, version)
+        running.logprobs[plan.scored_slots, plan.scored_positions] = scores
         if logits is not None:
             for index in range(plan.num_decode, len(logits)):
-                self._remember_prefix(int(plan.sampled_rows[index]), logits[index])
-        ended = rows.append(plan.sampled_rows, token_ids, logprobs, version)
+                self._remember_prefix(int(plan.sampled_slots[index]), logits[index])
+        ended = running.append(plan.sampled_slots, token_ids, logprobs, version)
         ended += [
-            (chunk.row, FinishReason.LENGTH)
+            (chunk.slot, FinishReason.LENGTH)
             for chunk in plan.chunks
-            if rows.num_cached[chunk.row] == rows.max_lengths[chunk.row]  # nothing was to be sampled
+            if running.num_cached[chunk.slot] == running.max_lengths[chunk.slot]  # nothing was to be sampled
         ]
-        # From the last row down: a released row is filled from the end.
-        return [self.release(row, reason) for row, reason in sorted(ended, key=lambda pair: -pair[0])]
+        # From the last slot down: a released slot is filled from the end.
+        return [self.release(slot, reason) for slot, reason in sorted(ended, key=lambda pair: -pair[0])]
 
-    def release(self, row: int, reason: FinishReason) -> Completion:
-        rows = self.rows
-        generated, prompt = rows.generated(row), rows.scored_prompt(row)
-        self._give_back_pages(row)
-        request = rows.release(row)
+    def release(self, slot: int, reason: FinishReason) -> Completion:
+        running = self.running
+        generated, prompt = running.generated(slot), running.scored_prompt(slot)
+        self._give_back_pages(slot)
+        request = running.release(slot)
         self._ids.remove(request.rollout_id)
         return Completion(request.rollout_id, generated, reason, prompt)
 
     def _make_room(self) -> bool:
-        """Give every row a page for its last token; False if that took a page away from another row."""
-        rows, undisturbed = self.rows, True
+        """Give every slot a page for its last token; False if that took a page away from another slot."""
+        running, undisturbed = self.running, True
         while True:
-            active = rows.num_active
-            needy = np.flatnonzero((rows.lengths[:active] - 1) // self.pool.page_size >= rows.num_pages[:active])
+            active = running.num_active
+            needy = np.flatnonzero((running.lengths[:active] - 1) // self.pool.page_size >= running.num_pages[:active])
             if not len(needy):
                 return undisturbed
-            for row in needy[np.argsort(rows.ages[needy])].tolist():
+            for slot in needy[np.argsort(running.ages[needy])].tolist():
                 page = self.pool.allocate()
                 if page is None:
-                    self._preempt_age(rows.ages[:active].max())
+                    self._preempt_age(running.ages[:active].max())
                     undisturbed = False
                     break
-                rows.add_page(row, page)
+                running.add_page(slot, page)
 
     def _preempt_age(self, age: int) -> None:
-        row = int(np.flatnonzero(self.rows.ages[: self.rows.num_active] == age)[0])
-        generated = self.rows.generated(row)
-        self._give_back_pages(row)
-        request = self.rows.release(row)
+        slot = int(np.flatnonzero(self.running.ages[: self.running.num_active] == age)[0])
+        generated = self.running.generated(slot)
+        self._give_back_pages(slot)
+        request = self.running.release(slot)
         self._waiting.appendleft(_waiting(replace(request, generated=generated if len(generated) else None)))
         self.num_preempted += 1
 
     def _admit(self) -> None:
         held_back: list[_Waiting] = []
-        while self._waiting and self.rows.num_active < self.rows.num_rows:
+        while self._waiting and self.running.num_active < self.running.max_num_seqs:
             entry = self._waiting.popleft()
             if self._uses_prefixes(entry.request) and entry.prefix.tobytes() in self._prefilling:
                 held_back.append(entry)  # a sibling is computing this prefix: use it in a moment
@@ -186,7 +184,7 @@ class Scheduler:
         return self._prefix_caching and not request.score_prompt
 
     def _try_admit(self, entry: _Waiting) -> bool:
-        """Give the request a row and pages for its whole prefix, if there is room."""
+        """Give the request a slot and pages for its whole prefix, if there is room."""
         pool, prefix = self.pool, entry.prefix
         known = pool.find(prefix) if self._uses_prefixes(entry.request) else None
         end = known.end if known else None
@@ -199,64 +197,64 @@ class Scheduler:
         for page in shared:
             pool.share(page)
         num_new = -(-len(prefix) // pool.page_size) - len(shared)
-        # Each running row may soon need another page; without this margin, admissions would preempt each other.
-        margin = self.rows.num_active
+        # Each running slot may soon need another page; without this margin, admissions would preempt each other.
+        margin = self.running.num_active
         if pool.num_available < num_new + margin:
             for page in reversed(shared):
                 pool.release(page)
             return False
-        row = self.rows.admit(entry.request, prefix, self._epoch)
+        slot = self.running.admit(entry.request, prefix, self._epoch)
         new_pages = [new for _ in range(num_new) if (new := pool.allocate()) is not None]
         for page in (*shared, *new_pages):
-            self.rows.add_page(row, page)
+            self.running.add_page(slot, page)
         if end:
-            self.rows.num_cached[row] = len(prefix)
-            self._cached_logits.append((row, end.logits))
+            self.running.num_cached[slot] = len(prefix)
+            self._cached_logits.append((slot, end.logits))
             if new_pages:
                 self._copies.append((end.page, new_pages[0]))
         else:
-            self.rows.num_cached[row] = len(shared) * pool.page_size
+            self.running.num_cached[slot] = len(shared) * pool.page_size
             if self._uses_prefixes(entry.request):
                 self._prefilling.add(prefix.tobytes())
         return True
 
     def _plan(self) -> StepPlan:
-        rows, active = self.rows, self.rows.num_active
-        num_cached, prefix_lengths = rows.num_cached[:active], rows.prefix_lengths[:active]
-        decoding = np.flatnonzero((num_cached >= prefix_lengths) & (num_cached < rows.lengths[:active]))
+        running, active = self.running, self.running.num_active
+        num_cached, prefix_lengths = running.num_cached[:active], running.prefix_lengths[:active]
+        decoding = np.flatnonzero((num_cached >= prefix_lengths) & (num_cached < running.lengths[:active]))
         chunks = tuple(self._chunks(prefix_lengths - num_cached, len(decoding)))
-        row_parts, position_parts = [decoding], [rows.lengths[decoding] - 1]
+        slot_parts, position_parts = [decoding], [running.lengths[decoding] - 1]
         for chunk in chunks:
             length = chunk.stop - chunk.start
-            row_parts.append(np.full(length, chunk.row))
+            slot_parts.append(np.full(length, chunk.slot))
             position_parts.append(np.arange(chunk.first_position, chunk.first_position + length))
-        all_rows = np.concatenate(row_parts) if chunks else decoding
+        all_slots = np.concatenate(slot_parts) if chunks else decoding
         positions = np.concatenate(position_parts) if chunks else position_parts[0]
         page_size = self.pool.page_size
-        pages = rows.tables[all_rows, positions // page_size].astype(np.int64)
+        pages = running.tables[all_slots, positions // page_size].astype(np.int64)
         finished = [
             chunk
             for chunk in chunks
-            if chunk.first_position + chunk.stop - chunk.start == rows.prefix_lengths[chunk.row]
-            and rows.max_lengths[chunk.row] > rows.prefix_lengths[chunk.row]
+            if chunk.first_position + chunk.stop - chunk.start == running.prefix_lengths[chunk.slot]
+            and running.max_lengths[chunk.slot] > running.prefix_lengths[chunk.slot]
         ]
         scored = self._scored(positions, chunks)
         ready, self._cached_logits = self._cached_logits, []
         plan = StepPlan(
-            token_ids=rows.token_ids[all_rows, positions].astype(np.int64),
+            token_ids=running.token_ids[all_slots, positions].astype(np.int64),
             positions=positions,
-            rows=all_rows,
-            slots=pages * page_size + positions % page_size,
+            slots=all_slots,
+            slot_mapping=pages * page_size + positions % page_size,
             num_decode=len(decoding),
             chunks=chunks,
             max_length=int(positions[: len(decoding)].max()) + 1 if len(decoding) else 0,
-            sampled_rows=np.concatenate(
-                [decoding, np.array([*(chunk.row for chunk in finished), *(row for row, _ in ready)], np.int64)]
+            sampled_slots=np.concatenate(
+                [decoding, np.array([*(chunk.slot for chunk in finished), *(slot for slot, _ in ready)], np.int64)]
             ),
             logits_index=np.concatenate(
                 [np.arange(len(decoding)), np.array([chunk.stop - 1 for chunk in finished], np.int64), scored]
             ),
-            scored_rows=all_rows[scored],
+            scored_slots=all_slots[scored],
             scored_positions=positions[scored] + 1,
             cached_logits=tuple(logits for _, logits in ready),
             copies=tuple(self._copies),
@@ -265,48 +263,48 @@ class Scheduler:
         return plan
 
     def _chunks(self, missing: Int64Array, num_decode: int) -> Iterator[Chunk]:
-        """Prefill, oldest row first, as far as the step's tokens go."""
-        rows = self.rows
+        """Prefill, oldest slot first, as far as the step's tokens go."""
+        running = self.running
         prefilling = np.flatnonzero(missing > 0)
         start, stop = num_decode, max(self._max_batched_tokens, num_decode + self.pool.page_size)
         num_scorable = self._max_scored_tokens
-        for row in prefilling[np.argsort(rows.ages[prefilling])].tolist():
+        for slot in prefilling[np.argsort(running.ages[prefilling])].tolist():
             if start == stop:
                 return
-            end = min(start + int(missing[row]), stop)
-            if rows.is_scoring(row):
+            end = min(start + int(missing[slot]), stop)
+            if running.is_scoring(slot):
                 end = min(end, start + num_scorable)
                 num_scorable -= end - start
             if start < end:
-                yield Chunk(row, start, end, int(rows.num_cached[row]))
+                yield Chunk(slot, start, end, int(running.num_cached[slot]))
             start = end
 
     def _scored(self, positions: Int64Array, chunks: Sequence[Chunk]) -> Int64Array:
         """Which of the step's tokens have a prompt token after them that is to be scored."""
         scored = [np.zeros(0, np.int64)]
         for chunk in chunks:
-            if self.rows.is_scoring(chunk.row):
+            if self.running.is_scoring(chunk.slot):
                 read = np.arange(chunk.start, chunk.stop)
-                scored.append(read[positions[read] < self.rows.prompt_lengths[chunk.row] - 1])
+                scored.append(read[positions[read] < self.running.prompt_lengths[chunk.slot] - 1])
         return np.concatenate(scored)
 
-    def _remember_prefix(self, row: int, logits: Tensor) -> None:
+    def _remember_prefix(self, slot: int, logits: Tensor) -> None:
         """A prefill is complete: siblings may use it, if one version of the weights computed it."""
         if not self._prefix_caching:
             return
-        prefix = self.rows.token_ids[row, : self.rows.prefix_lengths[row]]
+        prefix = self.running.token_ids[slot, : self.running.prefix_lengths[slot]]
         self._prefilling.discard(prefix.tobytes())
-        if self.rows.epochs[row] == self._epoch:
-            self.pool.remember(prefix, self.rows.pages(row), logits.clone())
+        if self.running.epochs[slot] == self._epoch:
+            self.pool.remember(prefix, self.running.pages(slot), logits.clone())
 
-    def _give_back_pages(self, row: int) -> None:
-        rows = self.rows
+    def _give_back_pages(self, slot: int) -> None:
+        running = self.running
         if self._prefix_caching:
-            self._prefilling.discard(rows.token_ids[row, : rows.prefix_lengths[row]].tobytes())
-            if rows.epochs[row] == self._epoch:
-                self.pool.remember(rows.token_ids[row, : rows.num_cached[row]], rows.pages(row))
+            self._prefilling.discard(running.token_ids[slot, : running.prefix_lengths[slot]].tobytes())
+            if running.epochs[slot] == self._epoch:
+                self.pool.remember(running.token_ids[slot, : running.num_cached[slot]], running.pages(slot))
         # Last pages first: of idle pages the longest idle is reused first, and a page is useless without its parents.
-        for page in reversed(rows.pages(row)):
+        for page in reversed(running.pages(slot)):
             self.pool.release(page)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from midflight.actor.episodes import Episodes
-from midflight.concurrency.doorbell import WAIT_SLICE_S
+from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
 from midflight.types import Float64Array, GroupId, Problem, Rollout, RolloutId, RolloutStatus, SamplingParams
 
@@ -42,7 +42,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Examiner:
+class Evaluator:
     """Asks held-out problems."""
 
     generator: Generator
@@ -75,14 +75,14 @@ class Examiner:
         )
 
 
-def evaluate(examiner: Examiner, sampling: SamplingParams, *, num_problems: int, hard_from: int) -> Evaluation:
+def evaluate(evaluator: Evaluator, sampling: SamplingParams, *, num_problems: int, hard_from: int) -> Evaluation:
     """One sampled and one greedy answer to each held-out problem.
 
     Raises: RolloutError if the grader gives up.
     """
-    problems = examiner.environment.held_out_problems(num_problems)
-    sampled = examiner.answers(problems, sampling)
-    greedy = examiner.answers(problems, replace(sampling, temperature=0.0))
+    problems = evaluator.environment.held_out_problems(num_problems)
+    sampled = evaluator.answers(problems, sampling)
+    greedy = evaluator.answers(problems, replace(sampling, temperature=0.0))
     failures = sampled.failures + greedy.failures
     if failures:
         logger.warning("%d answers to held-out problems could not be graded; the last: %s", len(failures), failures[-1])

@@ -14,7 +14,7 @@ from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, require_admin
-from midflight.generation.replies import finite_or_none
+from midflight.generation.responses import finite_or_none
 from midflight.generation.schemas import (
     AbortedRollout,
     AbortRequest,

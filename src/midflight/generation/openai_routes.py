@@ -12,9 +12,14 @@ from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
-from midflight.generation.jobs import Job, Jobs, Part
-from midflight.generation.replies import ChatReply, CompletionReply, Reply, joined, usage_of
 from midflight.generation.request_parsing import ServedModel, Tokenizing, check_echo, generation_requests
+from midflight.generation.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    joined,
+    usage_of,
+)
 from midflight.generation.schemas import (
     ChatRequest,
     ChatResponse,
@@ -24,6 +29,7 @@ from midflight.generation.schemas import (
     Model,
     ModelList,
 )
+from midflight.generation.served_requests import Delta, ServedRequest, ServedRequests
 
 T = TypeVar("T")
 
@@ -31,7 +37,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stre
 _CLIENT_CLOSED_REQUEST = 499  # nobody is there to see it
 
 
-def openai_router(model: ServedModel, jobs: Jobs) -> APIRouter:
+def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRouter:
     router = APIRouter(tags=["generation"], responses=ERROR_RESPONSES)
     text = Tokenizing(model.tokenizer)
 
@@ -39,15 +45,15 @@ def openai_router(model: ServedModel, jobs: Jobs) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text or a list of token ids, or several such lists; with `echo`, say how likely they are."""
         check_echo(body)
-        reply = CompletionReply(model.name, body, await _prompts(body, text), text)
-        return await _answer(model, jobs, request, reply, body.max_tokens, echo=bool(body.echo))
+        builder = CompletionResponseBuilder(model.name, body, await _prompts(body, text), text)
+        return await _answer(model, served_requests, request, builder, body.max_tokens, echo=bool(body.echo))
 
     @router.post("/v1/chat/completions", response_model=ChatResponse, responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; the model's own chat template makes it a prompt."""
-        reply = ChatReply(model.name, body, [await text.encode_chat(body.messages)], text)
+        builder = ChatResponseBuilder(model.name, body, [await text.encode_chat(body.messages)], text)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await _answer(model, jobs, request, reply, max_tokens)
+        return await _answer(model, served_requests, request, builder, max_tokens)
 
     @router.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
@@ -66,73 +72,82 @@ async def _prompts(body: CompletionRequest, text: Tokenizing) -> list[list[int]]
 
 
 async def _answer(
-    model: ServedModel, jobs: Jobs, request: Request, reply: Reply, max_tokens: int | None, *, echo: bool = False
+    model: ServedModel,
+    served_requests: ServedRequests,
+    request: Request,
+    builder: ResponseBuilder,
+    max_tokens: int | None,
+    *,
+    echo: bool = False,
 ) -> Response:
-    body = reply.body
-    requests = generation_requests(model, body, reply.prompts, max_tokens, score_prompts=echo)
+    body = builder.body
+    requests = generation_requests(model, body, builder.prompts, max_tokens, score_prompts=echo)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(stop):
         raise ApiError(400, "stop: an empty string would end every response at once", param="stop")
-    if body.min_weight_version is not None and jobs.driver.weight_version < body.min_weight_version:
+    version = served_requests.driver.weight_version
+    if body.min_weight_version is not None and version < body.min_weight_version:
         raise ApiError(
             503,
-            f"the weights are of version {jobs.driver.weight_version}, and {body.min_weight_version} is asked for",
+            f"min_weight_version is {body.min_weight_version}, and the weights are of version {version}",
             param="min_weight_version",
             code="weights_too_old",
         )
     options = body.stream_options
     chunk_tokens = (options.chunk_tokens if options else 1) if body.stream else None
-    start = jobs.start(requests, reply.text.decode, stop, chunk_tokens=chunk_tokens, wait=body.rollout_id is None)
-    answer = _stream(start, reply, bool(options and options.include_usage)) if body.stream else _whole(start, reply)
+    start = served_requests.start(
+        requests, builder.text.decode, stop, chunk_tokens=chunk_tokens, wait=body.rollout_id is None
+    )
+    answer = _stream(start, builder, bool(options and options.include_usage)) if body.stream else _whole(start, builder)
     return await _unless_disconnected(request, answer) or Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _stream(start: Awaitable[Job], reply: Reply, include_usage: bool) -> Response:
-    job = await start
-    return _EventStream(job, _events(job, reply, include_usage))
+async def _stream(start: Awaitable[ServedRequest], builder: ResponseBuilder, include_usage: bool) -> Response:
+    served = await start
+    return _EventStream(served, _events(served, builder, include_usage))
 
 
-async def _whole(start: Awaitable[Job], reply: Reply) -> Response:
-    job = await start
+async def _whole(start: Awaitable[ServedRequest], builder: ResponseBuilder) -> Response:
+    served = await start
     try:
-        parts: dict[int, Part] = {}
-        async for part in job.parts():
-            before = parts.get(part.index)
-            parts[part.index] = joined(before, part) if before else part
+        deltas: dict[int, Delta] = {}
+        async for delta in served.deltas():
+            before = deltas.get(delta.index)
+            deltas[delta.index] = joined(before, delta) if before else delta
     finally:
-        job.close()
-    in_order = [parts[index] for index in sorted(parts)]
-    content = reply.response(in_order, usage_of(reply.prompts, sum(len(part.generated) for part in in_order)))
+        served.close()
+    in_order = [deltas[index] for index in sorted(deltas)]
+    content = builder.response(in_order, usage_of(builder.prompts, sum(len(delta.generated) for delta in in_order)))
     return Response(content, media_type="application/json")
 
 
-async def _events(job: Job, reply: Reply, include_usage: bool) -> AsyncIterator[str]:
+async def _events(served: ServedRequest, builder: ResponseBuilder, include_usage: bool) -> AsyncIterator[str]:
     """Server-sent events. An error after the first of them can only be an event itself."""
     num_tokens = 0
     try:
-        async for part in job.parts():
-            num_tokens += len(part.generated)
-            yield f"data: {reply.chunk([part])}\n\n"
+        async for delta in served.deltas():
+            num_tokens += len(delta.generated)
+            yield f"data: {builder.chunk([delta])}\n\n"
     except GenerationError as error:
         yield f"data: {ErrorResponse(error=as_api_error(error).detail).model_dump_json()}\n\n"
         return
     if include_usage:
-        yield f"data: {reply.chunk([], usage_of(reply.prompts, num_tokens))}\n\n"
+        yield f"data: {builder.chunk([], usage_of(builder.prompts, num_tokens))}\n\n"
     yield "data: [DONE]\n\n"
 
 
 class _EventStream(StreamingResponse):
-    """Closes its job however it ends: sent, disconnected or broken."""
+    """Stream of events that closes its request however it ends: sent, disconnected or broken."""
 
-    def __init__(self, job: Job, events: AsyncIterator[str]) -> None:
+    def __init__(self, served: ServedRequest, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._job = job
+        self._served = served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._job.close()
+            self._served.close()
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:

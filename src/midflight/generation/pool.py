@@ -45,10 +45,11 @@ def _log_engine(name: str, text: str) -> None:
 class PoolHooks:
     """Callbacks to whoever knows where the members come from. All are called by the thread of the pool."""
 
-    look: Callable[[EnginePool], object] = lambda pool: None  # at every step: for members to join and leave
-    say: Callable[[str, str], object] = _log_engine  # a member's name, and what became of it
+    discover: Callable[[EnginePool], object] = lambda pool: None  # at every step: for members to join and leave
+    log: Callable[[str, str], object] = _log_engine  # a member's name, and what became of it
     left: Callable[[str, str], object] = _log_engine  # the same of one that is no member any more
-    check: Callable[[GenerationRequest], object] = lambda request: None  # raises RequestError: no member could take it
+    # Raises RequestError if no member could take the request.
+    validate: Callable[[GenerationRequest], object] = lambda request: None
 
 
 class EnginePool:
@@ -156,7 +157,7 @@ class EnginePool:
         for rollout_id, request in fresh.items():
             if rollout_id in self._owners or rollout_id in self._waiting:
                 raise RequestError(f"request {rollout_id} is in flight already")
-            self._hooks.check(request)
+            self._hooks.validate(request)
         if len(fresh) < len(requests):
             raise RequestError("a request is there twice")
         self._waiting |= fresh
@@ -172,7 +173,7 @@ class EnginePool:
         return self._owners[rollout_id].generator.generated(rollout_id, start)
 
     def step(self) -> list[Completion]:
-        self._hooks.look(self)
+        self._hooks.discover(self)
         completions = self._advance()
         if self._ended is not None and not completions:
             self._ended.wait(STEP_S)
@@ -221,7 +222,7 @@ class EnginePool:
         for member in self._members.caught_up():
             if not member.has_joined:
                 member.has_joined = True
-                self._hooks.say(member.name, f"joined with weights of version {member.version}")
+                self._hooks.log(member.name, f"joined with weights of version {member.version}")
         for member in self._members.slow():
             member.samples = False
             if member.requests:
@@ -229,7 +230,7 @@ class EnginePool:
         for member in self._members:
             if member.version is not None and not member.samples and not member.was_behind:
                 member.was_behind = True  # said once: it may be so at every update
-                self._hooks.say(
+                self._hooks.log(
                     member.name,
                     f"gets no requests until it has caught up: it has version {member.version}, and others sample with"
                     f" {self.weight_version}",

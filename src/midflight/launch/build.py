@@ -17,7 +17,7 @@ from midflight.config.algorithms import ValueAdvantageConfig
 from midflight.config.section import OwnSection
 from midflight.config.sections import DeepSpeedTrainerConfig
 from midflight.engine.loading import check_engine_runs
-from midflight.engine.rows import MAX_STOP_TOKENS
+from midflight.engine.running_batch import MAX_STOP_TOKENS
 from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.engines import check_engine
@@ -39,7 +39,7 @@ from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
 from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.policies import PolicySettings, check_policy
-from midflight.trainer.ranks import OneRank, RankGroup, Ranks, join_ranks
+from midflight.trainer.process_group import DistributedGroup, ProcessGroup, SingleProcessGroup, join_process_group
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
 
@@ -51,7 +51,7 @@ ADVANTAGES: Joint[Advantage] = Joint(
         "none": f"{_ADVANTAGES_MODULE}:no_baseline",
     },
 )
-_ONE_RANK = OneRank()
+_SINGLE_PROCESS = SingleProcessGroup()
 
 
 def recipe_schedule(recipe: Recipe) -> Schedule:
@@ -97,7 +97,7 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
         mask_older_than=batch.mask_older_than,
         mask_truncated=batch.mask_truncated,
         overlong_buffer=recipe.reward.overlong_buffer,
-        keep_all=learns_values or recipe.loss.needs_every_token,
+        keep_zero_advantage=learns_values or recipe.loss.needs_every_token,
         reference=None if recipe.loss.kl_coefficient is None else build_reference(recipe),
         num_ranks=recipe.trainer.num_ranks,
     )
@@ -119,28 +119,28 @@ def build_reference(recipe: Recipe) -> Reference:
     return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
 
 
-def build_trainer(recipe: Recipe, sender: WeightSender, ranks: Ranks = _ONE_RANK) -> TrainerBackend:
+def build_trainer(recipe: Recipe, sender: WeightSender, group: ProcessGroup = _SINGLE_PROCESS) -> TrainerBackend:
     config = recipe.trainer
     optimizer = OptimizerSettings(config.adam_betas, config.weight_decay, config.max_grad_norm)
     policy = build_policy_settings(recipe)
-    device = trainer_device(recipe, ranks.rank)
-    if isinstance(ranks, RankGroup) and isinstance(config, DeepSpeedTrainerConfig):
+    device = trainer_device(recipe, group.rank)
+    if isinstance(group, DistributedGroup) and isinstance(config, DeepSpeedTrainerConfig):
         return DeepSpeedTrainer(
-            recipe.model.path, optimizer, sender, ranks.num_ranks, config.zero_stage, policy, device
+            recipe.model.path, optimizer, sender, group.num_ranks, config.zero_stage, policy, device
         )
-    if isinstance(ranks, RankGroup):
-        return ShardedTrainer(recipe.model.path, optimizer, sender, ranks.mesh, policy, device)
+    if isinstance(group, DistributedGroup):
+        return ShardedTrainer(recipe.model.path, optimizer, sender, group.mesh, policy, device)
     return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device)
 
 
 @contextlib.contextmanager
-def join_training(recipe: Recipe, rank: int, meeting_point: Path) -> Iterator[Ranks]:
-    """The ranks that the recipe wants; `meeting_point`: see `join_ranks`."""
+def join_training(recipe: Recipe, rank: int, rendezvous: Path) -> Iterator[ProcessGroup]:
+    """The ranks that the recipe wants; `rendezvous`: see `join_process_group`."""
     if recipe.trainer.type == "single":
-        yield _ONE_RANK
+        yield _SINGLE_PROCESS
         return
-    with join_ranks(meeting_point, rank, recipe.trainer.num_ranks, trainer_device(recipe, rank)) as ranks:
-        yield ranks
+    with join_process_group(rendezvous, rank, recipe.trainer.num_ranks, trainer_device(recipe, rank)) as group:
+        yield group
 
 
 def trainer_device(recipe: Recipe, rank: int) -> torch.device:

@@ -20,16 +20,16 @@ ENGINES: Joint[Generator] = Joint("engine.type", {"embedded": _EMBEDDED, "http":
 
 
 def build_engine(
-    recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, num_rows: int, version: int = 0
+    recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, max_num_seqs: int, version: int = 0
 ) -> Generator:
     """`config`: the model's Hugging Face configuration. Raises: RecipeError if the user's own cannot be used."""
-    of_run = {"model_config": config, "weights": weights, "num_slots": num_rows, "version": version}
+    of_run = {"model_config": config, "weights": weights, "max_num_seqs": max_num_seqs, "version": version}
     return ENGINES.make(recipe.engine.type, of_run | _settings(recipe), own_options(recipe.engine))
 
 
 def check_engine(recipe: Recipe) -> None:
     """Raises: RecipeError if the user's own engine cannot be used."""
-    of_run = dict.fromkeys(("model_config", "weights", "num_slots", "version"))
+    of_run = dict.fromkeys(("model_config", "weights", "max_num_seqs", "version"))
     ENGINES.bind(recipe.engine.type, of_run | _settings(recipe), own_options(recipe.engine))
 
 
@@ -43,7 +43,7 @@ def embedded_engine(
     model_config: Any,
     weights: Mapping[str, Tensor],
     *,
-    num_slots: int,
+    max_num_seqs: int,
     version: int,
     max_prompt_tokens: int,
     max_new_tokens: int,
@@ -57,7 +57,7 @@ def embedded_engine(
 ) -> Engine:
     """The arguments are keys of `[engine]`; `model_config`: the model's Hugging Face configuration."""
     limits = EngineLimits(
-        num_rows=num_slots,
+        max_num_seqs=max_num_seqs,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         max_batched_tokens=max_batched_tokens,

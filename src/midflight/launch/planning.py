@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from midflight.config import Scenario
-from midflight.config.schedules import ConventionalConfig, OneStepOffConfig, PipelineConfig, queue_capacity
+from midflight.config.schedules import ConventionalConfig, OneStepOffConfig, PipelineConfig, pipeline_capacity
 from midflight.errors import ScenarioError
 from midflight.launch.scenarios import build_workload
 from midflight.sim.formulas.analytic import Estimate, conventional, one_step_off, pipeline
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.planner.plan import Goal, Plan, make_plan
 from midflight.sim.planner.search import LagKind, search_space
 
@@ -53,7 +53,7 @@ def _queue(scenario: Scenario) -> Queue:
     """The queue of the scenario's pipeline, or of the default one, without a hard bound on lag."""
     schedule = scenario.schedule if isinstance(scenario.schedule, PipelineConfig) else PipelineConfig()
     unbounded = schedule.model_copy(update={"max_lag": None})
-    return Queue(queue_capacity(unbounded, scenario.batch.batch_size), schedule.when_full)
+    return Queue(pipeline_capacity(unbounded, scenario.batch.batch_size), schedule.when_full)
 
 
 def _left_out(scenario: Scenario) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from midflight.config.schedules import PipelineConfig, ScheduleConfig, queue_capacity
+from midflight.config.schedules import PipelineConfig, ScheduleConfig, pipeline_capacity
 from midflight.launch.importing import Joint, options_of
 from midflight.protocols import Schedule
 
@@ -24,5 +24,5 @@ def build_schedule(config: ScheduleConfig, *, batch_size: int, group_size: int, 
     offered = {"batch_size": batch_size, "group_size": group_size, "seed": seed}
     options = options_of(config)
     if isinstance(config, PipelineConfig):
-        options["max_waiting"] = queue_capacity(config, batch_size)
+        options["queue_capacity"] = pipeline_capacity(config, batch_size)
     return SCHEDULES.try_to_make(config.type, offered, options)

@@ -10,11 +10,11 @@ from midflight.launch.scenarios import build_lengths, build_workload, scenario_s
 from midflight.sim.costs import StepCost
 from midflight.sim.simulator.failures import Failures
 from midflight.sim.simulator.groups import Gradients
-from midflight.sim.simulator.outcome import Outcome
+from midflight.sim.simulator.result import SimulationResult
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
 
-def simulate_scenario(scenario: Scenario) -> Outcome:
+def simulate_scenario(scenario: Scenario) -> SimulationResult:
     """Raises: ScenarioError naming the key that cannot be."""
     num_warm_up_steps = _in_rl_steps(scenario, scenario.simulation.num_warm_up_steps)
     return simulate(build_run(scenario)).after(num_warm_up_steps)

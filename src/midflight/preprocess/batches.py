@@ -38,7 +38,7 @@ class Preprocessing:
     mask_older_than: int | None = None  # optimizer steps; tokens of a greater lag carry no loss
     mask_truncated: bool = False  # responses that were cut off carry none
     overlong_buffer: int = 0  # tokens
-    keep_all: bool = False  # trajectories without advantage have a gradient, too
+    keep_zero_advantage: bool = False  # trajectories without advantage have a gradient, too
     reference: Reference | None = None
     num_ranks: int = 1
 
@@ -47,7 +47,7 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
     """The batch that is made of what the actor chose: rewards, advantages, loss masks, ranks, packing, reference.
 
     Trajectories without a gradient are counted, not packed: those no token of which carries loss, and those with zero
-    advantage unless `preprocessing.keep_all`.
+    advantage unless `preprocessing.keep_zero_advantage`.
 
     Raises: RecipeError if a rollout is longer than a microbatch.
     """
@@ -62,7 +62,7 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
         for rollout, advantage, reward in zip(rollouts, advantages, rewards, strict=True)
     ]
     has_gradient = [
-        bool(trajectory.loss_mask.any() and (preprocessing.keep_all or trajectory.advantages.any()))
+        bool(trajectory.loss_mask.any() and (preprocessing.keep_zero_advantage or trajectory.advantages.any()))
         for trajectory in trajectories
     ]
     microbatches = [

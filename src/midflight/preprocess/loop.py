@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from midflight.concurrency.doorbell import WAIT_SLICE_S
+from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.preprocess.batches import Preprocessing, build_batch
 from midflight.protocols import Stream
 from midflight.tracing.spans import Tracer

@@ -10,7 +10,7 @@ import numpy as np
 from midflight.report.plotting import COLORS, load_pyplot, save_figure, style_axis
 from midflight.sim.costs import RateTable, rates
 from midflight.sim.planner.plan import Plan
-from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome
+from midflight.sim.simulator.result import NUM_POSITIONS, SimulationResult
 
 
 def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
@@ -49,23 +49,23 @@ def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> No
     save_figure(figure, out)
 
 
-def plot_outcome(outcome: Outcome, time_unit: str, out: Path) -> None:
+def plot_result(result: SimulationResult, time_unit: str, out: Path) -> None:
     """Of a simulated run: each batch's mean and max lag, lag by position in a response, and tokens per time.
 
     Raises: MissingExtraError without matplotlib.
     """
     pyplot = load_pyplot()
     figure, (lags, positions, speed) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    steps = [batch.index for batch in outcome.measured]
-    lags.plot(steps, outcome.max_lags, ".", markersize=2, color=COLORS[1], label="max of the batch")
-    lags.plot(steps, outcome.mean_lags, ".", markersize=2, color=COLORS[0], label="mean of the batch")
+    steps = [batch.index for batch in result.measured]
+    lags.plot(steps, result.max_lags, ".", markersize=2, color=COLORS[1], label="max of the batch")
+    lags.plot(steps, result.mean_lags, ".", markersize=2, color=COLORS[0], label="mean of the batch")
     lags.set(xlabel="optimizer step", ylabel="lag, optimizer steps")
     lags.legend(frameon=False, markerscale=4)
     middles = (np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS
-    positions.plot(middles, outcome.lag_by_position, "o-", markersize=3, color=COLORS[0])
+    positions.plot(middles, result.lag_by_position, "o-", markersize=3, color=COLORS[0])
     positions.set(xlabel="position, of the longest response", ylabel="mean lag, optimizer steps")
-    ends = np.array([outcome.start, *(batch.end for batch in outcome.measured)])
-    tokens = np.cumsum([0, *(batch.num_tokens for batch in outcome.measured)])
+    ends = np.array([result.start, *(batch.end for batch in result.measured)])
+    tokens = np.cumsum([0, *(batch.num_tokens for batch in result.measured)])
     speed.plot(ends - ends[0], tokens, color=COLORS[2])
     speed.set(xlabel=f"time, {time_unit}", ylabel="trained tokens")
     for axis in (lags, positions, speed):

@@ -7,12 +7,12 @@ from typing import Any, cast
 from midflight.metrics.jsonl import finite
 from midflight.report.text_table import text_table
 from midflight.sim.formulas.analytic import Estimate
-from midflight.sim.simulator.outcome import Outcome, TrainedBatch
+from midflight.sim.simulator.result import SimulationResult, TrainedBatch
 
 
-def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str) -> str:
+def simulation_text(result: SimulationResult, estimate: Estimate | None, time_unit: str) -> str:
     """What was simulated, and what the formulas say about it, if they do."""
-    figures, formulas = outcome.figures(), _of_formulas(estimate)
+    figures, formulas = result.figures(), _of_formulas(estimate)
     rows = [["", "simulated", "formulas"]]
     for name, label in _LABELS.items():
         rows.append([label.format(unit=time_unit), _number(figures[name]), _number(formulas.get(name))])
@@ -20,12 +20,12 @@ def simulation_text(outcome: Outcome, estimate: Estimate | None, time_unit: str)
     return f"{text_table(rows)}\nover {steps} optimizer steps, {time} {time_unit} on the virtual clock"
 
 
-def simulation_json(outcome: Outcome, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:
+def simulation_json(result: SimulationResult, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:
     """Numbers that are not finite are null."""
     values: dict[str, Any] = {
-        "figures": outcome.figures(),
+        "figures": result.figures(),
         "formulas": _of_formulas(estimate) or None,
-        "batches": [_batch_json(batch, with_rollouts) for batch in outcome.measured],
+        "batches": [_batch_json(batch, with_rollouts) for batch in result.measured],
     }
     return cast(dict[str, Any], finite(values))
 

@@ -52,8 +52,8 @@ def open_generator(
     """What generates for a run: an engine in this process, or the servers that join. `note` is for the user."""
     if isinstance(recipe.engine, HttpEngineConfig):
         return _pool(recipe, recipe.engine, run, version, weights, note)
-    config, num_rows = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
-    return nullcontext(build_engine(recipe, config, weights, num_rows=num_rows, version=version))
+    config, max_num_seqs = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
+    return nullcontext(build_engine(recipe, config, weights, max_num_seqs=max_num_seqs, version=version))
 
 
 def has_engine(generator: Generator, timeout_s: float) -> bool:
@@ -83,7 +83,7 @@ def _pool(
         weights,
         run=run_in_background,
         ended=ended,
-        hooks=PoolHooks(servers.look, servers.say, servers.left, functools.partial(_check, recipe)),
+        hooks=PoolHooks(servers.discover, servers.log, servers.left, functools.partial(_check, recipe)),
         update_timeout_s=config.update_timeout_s,
         join_timeout_s=config.join_timeout_s,
     )
@@ -141,7 +141,7 @@ class Servers:
         self._said: dict[str, str] = {}
         self._next_look_s = -math.inf
 
-    def look(self, pool: EnginePool) -> None:
+    def discover(self, pool: EnginePool) -> None:
         """Let servers join and leave the pool. Cheap: most calls only see whether a connection has come about."""
         now_s = self._clock()
         if now_s >= self._next_look_s:
@@ -158,7 +158,7 @@ class Servers:
             else:
                 del self._probes[name]
 
-    def say(self, name: str, text: str) -> None:
+    def log(self, name: str, text: str) -> None:
         """To the user, unless it is what was said last about this server."""
         if self._said.get(name) != text:
             self._said[name] = text
@@ -168,14 +168,14 @@ class Servers:
         """Say that a member has left, and when it is tried again."""
         candidate = self._candidates.get(name)
         if candidate is None or not candidate.is_member:  # taken out of the registry, or started again
-            self.say(name, text)
+            self.log(name, text)
             return
         candidate.is_member = False
         self._put_off(name, candidate, text)
 
     def _put_off(self, name: str, candidate: _Candidate, why: str) -> None:
         self._said.pop(name, None)  # each attempt is said
-        self.say(name, f"{why}; next attempt in {candidate.delay_s:g} s")
+        self.log(name, f"{why}; next attempt in {candidate.delay_s:g} s")
         candidate.retry_at_s = self._clock() + candidate.delay_s
         candidate.delay_s = min(BACKOFF_S[1], 2 * candidate.delay_s)
 
@@ -189,7 +189,7 @@ class Servers:
                     candidate.attempt.add_done_callback(_close_result)
         for name, entry in entries.items():
             if entry is None:
-                self.say(name, f'is left out: {self._directory / name}.json is not {{"url": "http://..."}}')
+                self.log(name, f'is left out: {self._directory / name}.json is not {{"url": "http://..."}}')
             elif name not in self._candidates:
                 self._candidates[name] = _Candidate(entry)
 
@@ -209,7 +209,7 @@ class Servers:
         try:
             generator = attempt.result()
         except (ModelError, RequestError) as error:
-            self.say(name, f"is left out: {error}")
+            self.log(name, f"is left out: {error}")
             candidate.retry_at_s = math.inf
         except MidflightError as error:
             self._put_off(name, candidate, f"is not there: {error}")

@@ -41,7 +41,7 @@ def serve_model(recipe: Recipe, announce: Callable[[str], object], retire: Calla
     with listener:
         torch.set_num_threads(num_threads(recipe.engine.threads, colocated=True))
         model_config, weights = load_config(path), weights_of(load_model(path))
-        engine = build_engine(recipe, model_config, weights, num_rows=config.num_in_flight)
+        engine = build_engine(recipe, model_config, weights, max_num_seqs=config.num_in_flight)
         model = ServedModel(
             name=config.model_name or path.name,
             tokenizer=tokenizer,

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from midflight.concurrency.doorbell import WAIT_SLICE_S
+from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError

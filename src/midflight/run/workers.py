@@ -37,11 +37,11 @@ from midflight.run.worker_process import WorkerBody, WorkerContext, start_togeth
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import checkpoint_of, load_state, newest_whole_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
-from midflight.trainer.ranks import Ranks
+from midflight.trainer.process_group import ProcessGroup
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
 from midflight.types import ActorCheckpoint, ChosenBatch
-from midflight.weights.drain import WeightDrain
+from midflight.weights.null_sender import NullSender
 
 
 def trainer_body(context: WorkerContext, rank: int = 0) -> None:
@@ -53,22 +53,22 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(recipe.run.seed)
     # All ranks are started again together, and the file they met at before is used up.
-    meeting_point = context.weights_directory / f"ranks-{context.num_restarts}"
+    rendezvous = context.weights_directory / f"ranks-{context.num_restarts}"
     note = functools.partial(context.tell, "note")
     with contextlib.ExitStack() as stack:
-        ranks = stack.enter_context(join_training(recipe, rank, meeting_point))
-        sender = WeightDrain() if rank else build_transport(recipe, run, context.weights_path, note).sender()
+        group = stack.enter_context(join_training(recipe, rank, rendezvous))
+        sender = NullSender() if rank else build_transport(recipe, run, context.weights_path, note).sender()
         stack.enter_context(contextlib.closing(sender))
-        backend = build_trainer(recipe, sender, ranks)
+        backend = build_trainer(recipe, sender, group)
         backend.init(rank)
-        state = _resume(backend, ranks, context)
+        state = _resume(backend, group, context)
         backend.publish_weights(state.version)
         batches = stack.enter_context(contextlib.closing(open_batches(run, recipe)))
         metrics = None if rank else open_sinks(recipe, run, state.version, note)
         stack.enter_context(contextlib.closing(metrics) if metrics else contextlib.nullcontext())
         tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
         device = trainer_device(recipe, rank)
-        step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), ranks, device)
+        step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), group, device)
         loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics)
         start_together(context)
         loop.run(context.should_stop)
@@ -78,13 +78,13 @@ def trainer_role(rank: int) -> str:
     return f"trainer-{rank}" if rank else "trainer"
 
 
-def _resume(backend: TrainerBackend, ranks: Ranks, context: WorkerContext) -> TrainerState:
+def _resume(backend: TrainerBackend, group: ProcessGroup, context: WorkerContext) -> TrainerState:
     """Load the newest checkpoint that is whole, as rank 0 finds."""
     found, checkpoints = -1, context.run.checkpoints
-    if ranks.rank == 0:
+    if group.rank == 0:
         newest = newest_whole_checkpoint(checkpoints, lambda text: context.tell("note", text))
         found = load_state(newest).version if newest else -1
-    version = ranks.agree(found)
+    version = group.broadcast(found)
     if version < 0:
         return TrainerState()
     checkpoint = checkpoint_of(checkpoints, version)

@@ -4,7 +4,7 @@
 tokens. A batch is whatever finished first, so a token's lag is about the number of optimizer steps its sequence lives
 through.
 
-Finished rollouts wait in a queue of `max_waiting`, the batch in training not counted. When it is full, either finished
+Finished rollouts wait in a queue of `queue_capacity`, without the batch in training. When it is full, either finished
 slots are not refilled ("block"), or the groups that finished first are dropped ("drop_oldest": PipelineRL's ring
 buffer). To drop, the queue must be the actor's own: a batch is then handed over only when the trainer has none.
 
@@ -30,7 +30,7 @@ from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 class PipelineSchedule:
     batch_size: int  # rollouts
     num_in_flight: int  # rollouts per engine
-    max_waiting: int  # finished rollouts that wait to be trained on; at least batch_size
+    queue_capacity: int  # finished rollouts that wait to be trained on; at least batch_size
     max_lag: int | None = None  # optimizer steps
     when_full: Literal["block", "drop_oldest"] = "block"
     colocated: bool = False
@@ -43,7 +43,7 @@ class PipelineSchedule:
         free = self.num_in_flight * fleet.num_engines - fleet.num_in_flight
         # Those that wait for grades are never dropped: a verifier slower than generation has to slow it down.
         waiting = fleet.num_ungraded + (self._num_waiting(fleet) if self.when_full == "block" else 0)
-        free -= max(0, waiting - self.max_waiting)
+        free -= max(0, waiting - self.queue_capacity)
         if self.max_lag is not None:
             free = min(free, num_startable(fleet, self.batch_size, self.max_lag))
         return max(0, free)
@@ -66,7 +66,7 @@ class PipelineSchedule:
         return fleet.num_finished - num_taken
 
     def _drop_oldest(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
-        excess = self._num_waiting(fleet) - self.max_waiting
+        excess = self._num_waiting(fleet) - self.queue_capacity
         dropped: list[GroupId] = []
         for group in ready:
             if excess <= 0:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from midflight.concurrency.doorbell import deadline_after
+from midflight.concurrency.wake_up import deadline_after
 from midflight.errors import StreamError
 
 Record = TypeVar("Record")

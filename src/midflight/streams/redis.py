@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
-from midflight.concurrency.doorbell import deadline_after
+from midflight.concurrency.wake_up import deadline_after
 from midflight.errors import MissingExtraError, StreamError
 from midflight.streams.codec import SCHEMA_VERSION, Codec, check_schema
 

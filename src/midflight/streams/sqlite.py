@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from midflight.concurrency.doorbell import Doorbell, deadline_after
+from midflight.concurrency.wake_up import WakeUp, deadline_after
 from midflight.errors import StreamError
 from midflight.streams.codec import Codec
 from midflight.streams.database import Database
@@ -49,8 +49,8 @@ class SqliteStream(Generic[Record]):
         try:
             self._check(record_type.__name__)
             with self._db.errors():
-                self._appended = Doorbell(path.with_name(path.name + ".appended"))
-                self._room = Doorbell(path.with_name(path.name + ".room"))
+                self._appended = WakeUp(path.with_name(path.name + ".appended"))
+                self._room = WakeUp(path.with_name(path.name + ".room"))
         except BaseException:
             self._db.close()
             raise
@@ -66,7 +66,7 @@ class SqliteStream(Generic[Record]):
         while len(offsets) < len(messages):
             if new := self._insert(messages[len(offsets) :]):
                 offsets += new
-                self._appended.ring()
+                self._appended.notify()
             elif not self._room.wait(deadline_s):
                 break
         return offsets
@@ -82,13 +82,13 @@ class SqliteStream(Generic[Record]):
         with self._db.transaction():
             self._db.execute("DELETE FROM records WHERE offset < ?", (before_offset,))
             self._db.execute("UPDATE stream SET read_offset = max(read_offset, min(next_offset, ?))", (before_offset,))
-        self._room.ring()
+        self._room.notify()
 
     def skip_to(self, offset: int) -> None:
         with self._db.transaction():
             self._db.execute("DELETE FROM records")
             self._db.execute("UPDATE stream SET next_offset = ?1, read_offset = ?1", (offset,))
-        self._room.ring()
+        self._room.notify()
 
     def next_offset(self) -> int:
         with self._db.errors():
@@ -145,7 +145,7 @@ class SqliteStream(Generic[Record]):
                 raise
         else:
             self._acknowledged = from_offset
-            self._room.ring()
+            self._room.notify()
 
     def _decode(self, offset: int, message: bytes) -> Record:
         try:

@@ -67,7 +67,7 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
 def tiny_engine(
     model: Any,
     *,
-    num_rows: int = 8,
+    max_num_seqs: int = 8,
     max_new_tokens: int = 24,
     version: int = 0,
     kernels: ReferenceKernels | None = None,
@@ -77,5 +77,5 @@ def tiny_engine(
 ) -> Engine:
     """An engine over a copy of the model's weights; `fused = False` runs the model's own module whatever its family."""
     runner = engine_model(model.config, weights_of(model), max_length=32 + max_new_tokens, kernels=kernels, fused=fused)
-    bounds = EngineLimits(num_rows=num_rows, max_prompt_tokens=32, max_new_tokens=max_new_tokens, **limits)
+    bounds = EngineLimits(max_num_seqs=max_num_seqs, max_prompt_tokens=32, max_new_tokens=max_new_tokens, **limits)
     return Engine(runner, bounds, version=version, recompute_kv=recompute_kv)

@@ -23,10 +23,10 @@ from midflight.errors import MissingExtraError
 from midflight.models.loading import Named, save_description, saved_buffers_of
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
+from midflight.trainer.full_tensors import DEFAULT_BUCKET_BYTES, in_buckets
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
 from midflight.trainer.precision import ComputedPolicy
 from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_on_first_rank
-from midflight.trainer.shards import DEFAULT_BUCKET_BYTES, in_buckets
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.specs import specs_of

@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from midflight.errors import CheckpointError
+from midflight.models.activation_checkpointing import decoder_layers
 from midflight.models.loading import empty_model, load_model, saved_tensors_of
 from midflight.models.lora import base_name
 from midflight.models.policy import PackedPolicy
-from midflight.models.recomputation import decoder_layers
 from midflight.protocols import PolicyOutputs, WeightSender
+from midflight.trainer.full_tensors import local
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
 from midflight.trainer.precision import ComputedPolicy
 from midflight.trainer.saved_tensors import MODEL, SavedTensors
-from midflight.trainer.shards import local
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch
 

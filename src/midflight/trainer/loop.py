@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.concurrency.doorbell import WAIT_SLICE_S
+from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.protocols import MetricsSink, Stream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import checkpoint_of, oldest_checkpoint_version, save_checkpoint
@@ -53,7 +53,7 @@ class TrainLoop:
         """`state` is updated in place. Only rank 0 has `metrics`."""
         self.state = state
         self._settings, self._step, self._batches, self._tracer = settings, step, batches, tracer
-        self._backend, self._ranks = step.backend, step.ranks
+        self._backend, self._group = step.backend, step.group
         self._log = StepLog(metrics, tracer, state)
         self._give_up = GiveUpPolicy(settings.max_nonfinite_steps, settings.rejected_batches)
 
@@ -74,8 +74,8 @@ class TrainLoop:
         """The next batch, nothing if there is none yet, None at the end of training: as rank 0 finds."""
         with self._tracer.span("wait"):
             asked_to_stop = should_stop()  # every rank asks: that is its heartbeat
-            found = self._find(asked_to_stop) if self._ranks.rank == 0 else []
-            num_found = self._ranks.agree(-1 if found is None else len(found))
+            found = self._find(asked_to_stop) if self._group.rank == 0 else []
+            num_found = self._group.broadcast(-1 if found is None else len(found))
             if num_found < 0:
                 return None
             return self._read(timeout_s=_PATIENCE_S) if num_found and not found else found
@@ -101,7 +101,7 @@ class TrainLoop:
         state.wall_s = time.monotonic() - started
         self._log.write(batch, step, state, self._batches.next_offset() - state.version)
         if self._give_up.is_reached(batch, step.skipped):
-            if self._ranks.rank == 0:
+            if self._group.rank == 0:
                 self._give_up.keep(batch)
             self._checkpoint()
             raise self._give_up.error(batch)
@@ -109,9 +109,9 @@ class TrainLoop:
     def _checkpoint(self) -> None:
         settings = self._settings
         with self._tracer.span("checkpoint"):
-            if self._ranks.agree(checkpoint_of(settings.checkpoints, self.state.version).exists()):
+            if self._group.broadcast(checkpoint_of(settings.checkpoints, self.state.version).exists()):
                 return
-            if self._ranks.rank > 0:
+            if self._group.rank > 0:
                 self._backend.save(settings.checkpoints)
                 return
             save_checkpoint(settings.checkpoints, self.state, self._backend.save, settings.keep_checkpoints)

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from midflight.models.activation_checkpointing import check_layers, checkpoint_layers
 from midflight.models.loading import Named, load_model, load_skeleton, weights_of
 from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_adapter, merged_weights
 from midflight.models.policy import PackedPolicy
-from midflight.models.recomputation import check_layers, recompute_layers
 from midflight.types import TensorSpec
 from midflight.weights.specs import specs_of
 
@@ -45,7 +45,7 @@ def build_policy(
     if settings.lora:
         add_adapter(model, settings.lora, path)
     if settings.activation_checkpointing:
-        recompute_layers(model)
+        checkpoint_layers(model)
     return PackedPolicy(model, settings.temperature, settings.with_values, settings.entropy_gradient)
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from midflight.errors import CheckpointError
-from midflight.trainer.shards import local, local_rows
+from midflight.trainer.full_tensors import local, local_rows
 from midflight.types import TensorSpec
 from midflight.weights.specs import num_bytes
 

@@ -20,6 +20,7 @@ from midflight.models.loading import Named, load_tokenizer, save_description, sa
 from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
+from midflight.trainer.full_tensors import full_tensors
 from midflight.trainer.policies import (
     ADAPTER_DIRECTORY,
     PLAIN_POLICY,
@@ -39,7 +40,6 @@ from midflight.trainer.saved_tensors import (
     SavedTensors,
     save_on_first_rank,
 )
-from midflight.trainer.shards import gathered
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.specs import specs_of
 
@@ -157,7 +157,7 @@ class SingleProcessTrainer:
         self._save(directory, ADAPTER_STEM, adapter_weights(self.model), file_bytes=sys.maxsize)  # peft reads one file
 
     def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> None:
-        whole = gathered(tensors.items())
+        whole = full_tensors(tensors.items())
         save_on_first_rank(self._rank, directory, stem, specs_of(tensors), whole, file_bytes)
 
     def load(self, directory: Path) -> None:
@@ -189,7 +189,7 @@ class SingleProcessTrainer:
             _fill(self._proximal, directory, PROXIMAL)
 
     def _published_weights(self) -> Iterator[Named]:
-        return published_weights(self._policy, self._policy_settings.dtype, gathered)
+        return published_weights(self._policy, self._policy_settings.dtype, full_tensors)
 
     def _published_specs(self) -> tuple[TensorSpec, ...]:
         return published_specs(self._policy, self._policy_settings.dtype)

@@ -13,12 +13,12 @@ from midflight.losses.objective import Objective
 from midflight.metrics.policy import PolicyMetrics, PolicySums
 from midflight.protocols import PolicyOutputs, TrainerBackend
 from midflight.trainer.inputs import loss_inputs, token_origins
+from midflight.trainer.local_batch import LocalResult, local_batch_of, reduce_results
 from midflight.trainer.peak_memory import peak_memory_bytes
-from midflight.trainer.ranks import OneRank, Ranks
-from midflight.trainer.shares import ShareResult, of_all_ranks, share_of
+from midflight.trainer.process_group import ProcessGroup, SingleProcessGroup
 from midflight.types import Microbatch, TrainingBatch
 
-_ONE_RANK, _CPU = OneRank(), torch.device("cpu")
+_SINGLE_PROCESS, _CPU = SingleProcessGroup(), torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TrainStep:
     backend: TrainerBackend
     objective: Objective
     learning_rate: Callable[[int], float]  # by optimizer step
-    ranks: Ranks = _ONE_RANK
+    group: ProcessGroup = _SINGLE_PROCESS
     device: torch.device = _CPU  # its peak memory is measured
 
     def __call__(self, batch: TrainingBatch) -> StepResult:
@@ -51,22 +51,22 @@ class TrainStep:
         loss, policy = self._accumulate(batch, renewed)
         learning_rate = self.learning_rate(batch.index)
         updated = self.backend.optimizer_step(learning_rate)
-        own = ShareResult(loss, policy, peak_memory_bytes(self.device))
-        total, sums, peak_memory = of_all_ranks(own, self.ranks)
+        own = LocalResult(loss, policy, peak_memory_bytes(self.device))
+        total, sums, peak_memory = reduce_results(own, self.group)
         return StepResult(total, learning_rate, updated.grad_norm, updated.skipped, sums, peak_memory)
 
     def _accumulate(self, batch: TrainingBatch, renewed: bool) -> tuple[float, PolicySums]:
         """Add up the gradients of this rank's share; return its loss and its policy metrics."""
         policy = PolicyMetrics(self.objective.max_ratio)
-        share = share_of(batch, self.ranks.rank, self.ranks.num_ranks)
+        local = local_batch_of(batch, self.group.rank, self.group.num_ranks)
         total = 0.0
-        for microbatch in share.microbatches:
+        for microbatch in local.microbatches:
             outputs, inputs, output = self._forward(microbatch, batch, renewed)
             self.backend.backward(output.loss)
             origins = token_origins(microbatch, batch.index)
             policy.add(origins, outputs.logprobs, inputs.behavior_logprobs, outputs.entropy, output.token_metrics)
             total += float(output.loss.detach())
-        for microbatch in share.fillers:
+        for microbatch in local.dummy_microbatches:
             _, _, output = self._forward(microbatch, batch, renewed)
             self.backend.backward(output.loss * 0.0)
         return total, policy.counted()

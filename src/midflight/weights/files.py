@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from midflight.concurrency.doorbell import Doorbell
+from midflight.concurrency.wake_up import WakeUp
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out
@@ -46,13 +46,13 @@ class FileSender:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._layout: SlotLayout | None = None
-        self._sent: Doorbell | None = None
+        self._sent: WakeUp | None = None
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
         """Every tensor that will be sent; what the directory holds stays the newest."""
         self._layout = lay_out(specs)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._sent = _open_doorbell(self._directory)
+        self._sent = _open_wake_up(self._directory)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Make these weights the newest; returns when they are on the disk."""
@@ -68,7 +68,7 @@ class FileSender:
                 unfinished.write_text(json.dumps({"version": version, "file": name}))
         except (OSError, SafetensorError) as error:
             raise WeightUpdateError(f"weights cannot be written to {self._directory}: {error}") from error
-        self._sent.ring()
+        self._sent.notify()
         for count in counts[: 1 - _NUM_KEPT]:
             (self._directory / f"{count:08}.safetensors").unlink(missing_ok=True)
 
@@ -114,7 +114,7 @@ class FileReceiver:
         """Wait for a version above `newer_than`; whether there is one."""
         deadline_s = time.monotonic() + timeout_s
         self._directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(_open_doorbell(self._directory)) as sent:
+        with contextlib.closing(_open_wake_up(self._directory)) as sent:
             while (version := self.newest_version()) is None or version <= newer_than:
                 if not sent.wait(deadline_s):
                     return False
@@ -174,8 +174,8 @@ def _counts(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.safetensors") if path.stem.isdecimal())
 
 
-def _open_doorbell(directory: Path) -> Doorbell:
+def _open_wake_up(directory: Path) -> WakeUp:
     try:
-        return Doorbell(directory / f"{_NEWEST}.sent")
+        return WakeUp(directory / f"{_NEWEST}.sent")
     except OSError as error:
         raise WeightUpdateError(f"cannot wait in {directory}: {error.strerror}") from error

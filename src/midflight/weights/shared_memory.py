@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midflight.concurrency.doorbell import Doorbell
+from midflight.concurrency.wake_up import WakeUp
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import (
@@ -54,7 +54,7 @@ class SharedMemorySender:
         self._path, self._spare, self._note = path, spare, note
         self._file: SlotFile | None = None
         self._views: list[dict[str, Tensor]] = []
-        self._sent: Doorbell | None = None
+        self._sent: WakeUp | None = None
         self._fence = Fence()
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
@@ -68,7 +68,7 @@ class SharedMemorySender:
             self._create(layout)
             self._file = SlotFile(self._path, writable=True)
         self._views = [layout.views(torch.from_numpy(slot)) for slot in self._file.slots]
-        self._sent = _open_doorbell(self._path)
+        self._sent = _open_wake_up(self._path)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Make these weights the newest; takes the time of one copy and never waits for a receiver."""
@@ -86,7 +86,7 @@ class SharedMemorySender:
         self._fence()
         words[END + slot] = stamp
         words[NEWEST] = version << 2 | slot + 1
-        self._sent.ring()
+        self._sent.notify()
 
     def close(self) -> None:
         """Let go of the file; receivers go on seeing its newest weights."""
@@ -104,7 +104,7 @@ class SharedMemorySender:
         if self._path.is_symlink():
             self._path.readlink().unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
-        _doorbell_path(self._path).unlink(missing_ok=True)
+        _wake_up_path(self._path).unlink(missing_ok=True)
 
     def _create(self, layout: SlotLayout) -> None:
         try:
@@ -130,7 +130,7 @@ class SharedMemoryReceiver:
         self._file: SlotFile | None = None
         self._buffer = np.empty(0, np.uint8)
         self._tensors: dict[str, Tensor] = {}
-        self._sent = _open_doorbell(path)
+        self._sent = _open_wake_up(path)
         self._fence = Fence()
 
     def newest_version(self) -> int | None:
@@ -182,7 +182,7 @@ class SharedMemoryReceiver:
         except FileNotFoundError:
             return None
         self._sent.close()
-        self._sent = _open_doorbell(self._path)  # whoever replaced the file may have replaced this too
+        self._sent = _open_wake_up(self._path)  # whoever replaced the file may have replaced this too
         slot = torch.empty(self._file.layout.slot_bytes, dtype=torch.uint8)
         self._buffer = slot.numpy()
         self._tensors = self._file.layout.views(slot)
@@ -209,12 +209,12 @@ class SharedMemoryTransport:
         return SharedMemoryReceiver(self.shared)
 
 
-def _doorbell_path(path: Path) -> Path:
+def _wake_up_path(path: Path) -> Path:
     return path.with_name(path.name + ".sent")
 
 
-def _open_doorbell(path: Path) -> Doorbell:
+def _open_wake_up(path: Path) -> WakeUp:
     try:
-        return Doorbell(_doorbell_path(path))
+        return WakeUp(_wake_up_path(path))
     except OSError as error:
-        raise WeightUpdateError(f"cannot wait at {_doorbell_path(path)}: {error.strerror}") from error
+        raise WeightUpdateError(f"cannot wait at {_wake_up_path(path)}: {error.strerror}") from error

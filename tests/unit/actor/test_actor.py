@@ -113,7 +113,7 @@ def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:
                 raise RequestError("its prompt has 2 tokens, not 1 to 1")
             super().add(requests)
 
-    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=100)
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, queue_capacity=100)
     actor = new_actor(Choosy(lambda _: 1), schedule, CountingEnvironment())
     run(actor, 3)
     assert actor.state.num_failed_groups == 2
@@ -172,7 +172,7 @@ def test_without_its_tokens_a_restored_actor_asks_the_open_problems_again() -> N
 
 
 def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
-    schedule = PipelineSchedule(batch_size=4, num_in_flight=3, max_waiting=8)
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=3, queue_capacity=8)
     lengths = np.random.default_rng(0).integers(1, 9, 100)
     actor = new_actor(ScriptedGenerator(lambda rollout: int(lengths[rollout % 100])), schedule, CountingEnvironment())
     for _ in range(100):
@@ -255,7 +255,7 @@ def test_what_was_not_graded_when_the_process_ended_is_graded_by_the_next() -> N
 @pytest.mark.parametrize("when_full", ["block", "drop_oldest"])
 def test_a_verifier_slower_than_generation_slows_it_down(when_full: Literal["block", "drop_oldest"]) -> None:
     """Grades that do not come: rollouts wait for them, as many as may wait for training and no more."""
-    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, max_waiting=12, when_full=when_full)
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, queue_capacity=12, when_full=when_full)
     environment = CountingEnvironment()
     grader = ImmediateGrader(environment, delay_of=lambda _: 1000)
     actor = new_actor(ScriptedGenerator(lambda _: 3), schedule, environment, grader=grader)

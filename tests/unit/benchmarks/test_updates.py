@@ -62,7 +62,7 @@ class SlicedEngine:
 
 def test_steps_count_toward_an_update_until_it_is_swapped_in() -> None:
     model = tiny_model()
-    engine = SlicedEngine(tiny_engine(model, num_rows=4, max_new_tokens=8))
+    engine = SlicedEngine(tiny_engine(model, max_num_seqs=4, max_new_tokens=8))
     load = Load(cast(Generator, engine), VOCAB_SIZE, sequences=4, new_tokens=8)
     updates, _ = run_updates(load, weights_of(model), num_updates=5)
     load.drain()
@@ -72,7 +72,7 @@ def test_steps_count_toward_an_update_until_it_is_swapped_in() -> None:
 
 def test_updates_abort_nothing_and_every_version_samples_tokens() -> None:
     model = tiny_model()
-    load = Load(tiny_engine(model, num_rows=4, max_new_tokens=8), VOCAB_SIZE, sequences=4, new_tokens=8)
+    load = Load(tiny_engine(model, max_num_seqs=4, max_new_tokens=8), VOCAB_SIZE, sequences=4, new_tokens=8)
     updates, plain_steps_s = run_updates(load, weights_of(model), num_updates=20)
     load.drain()
     assert len(updates) == 20

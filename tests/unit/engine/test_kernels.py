@@ -62,7 +62,7 @@ def test_attention(
 def with_nan_elsewhere(batch: Batch, cache: KVCache, window: int) -> KVCache:
     """A copy of the cache with NaN in every slot that no token of the batch sees."""
     seen = torch.zeros(400 * PAGE_SIZE, dtype=torch.bool)
-    for row, last in zip(batch.rows.tolist(), batch.positions.tolist(), strict=True):
+    for row, last in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
         positions = torch.arange(max(0, last - window + 1) if window else 0, last + 1)
         seen[batch.tables[row][positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE] = True
     keys, values = cache.layers[0].keys, cache.layers[0].values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from midflight.evals.evaluate import Evaluation, Examiner, evaluate
+from midflight.evals.evaluate import Evaluation, Evaluator, evaluate
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.types import Problem, SamplingParams
 
@@ -22,8 +22,8 @@ def evaluation_of(num_held_out: int) -> Evaluation:
     environment = Few()
     environment.num_held_out = num_held_out
     generator = ScriptedGenerator(lambda _: 3)
-    examiner = Examiner(generator, environment, ImmediateGrader(environment), DigitTokenizer(), seed=0)
-    return evaluate(examiner, SamplingParams(max_tokens=8), num_problems=512, hard_from=5)
+    evaluator = Evaluator(generator, environment, ImmediateGrader(environment), DigitTokenizer(), seed=0)
+    return evaluate(evaluator, SamplingParams(max_tokens=8), num_problems=512, hard_from=5)
 
 
 def test_the_problems_that_there_were_are_counted() -> None:

@@ -123,7 +123,7 @@ class Controls:
     def __init__(self, **options: object) -> None:
         self.world, self.now_s, self.said = World(), 0.0, list[str]()
         self.deferred: list[tuple[Callable[[], None], Future[None]]] | None = None
-        hooks = PoolHooks(say=self._say, left=self._say)
+        hooks = PoolHooks(log=self._say, left=self._say)
         self.pool = EnginePool(0, {}, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
         self.engines: dict[str, FakeEngine] = {}
 
@@ -509,7 +509,7 @@ def test_what_no_engine_could_take_is_refused_while_there_is_none() -> None:
     def refuse(each: GenerationRequest) -> None:
         raise RequestError("too long")
 
-    pool = EnginePool(0, {}, hooks=PoolHooks(check=refuse))
+    pool = EnginePool(0, {}, hooks=PoolHooks(validate=refuse))
     with pytest.raises(RequestError, match="too long"):
         pool.add([request(0)])
     assert pool.num_in_flight == 0

@@ -152,7 +152,7 @@ def test_ones_own_engine_generates_what_the_one_it_wraps_does(tmp_path: Path) ->
     prompts = [np.array([3, 4, 5], np.int32), np.array([6, 7], np.int32)]
     generated = []
     for overrides in ([], own):
-        engine = build_engine(load_recipe(RECIPE, overrides), load_config(path), weights, num_rows=2, version=5)
+        engine = build_engine(load_recipe(RECIPE, overrides), load_config(path), weights, max_num_seqs=2, version=5)
         requests = [GenerationRequest(RolloutId(i), each, SamplingParams(6), 0) for i, each in enumerate(prompts)]
         engine.add(requests)
         completions = []

@@ -139,7 +139,7 @@ def test_an_empty_response_is_counted_and_not_packed(advantage: Any, normalize_a
         groups_of(rollout(0, 0, 1.0), rollout(1, 3, -1.0)),
         advantage=advantage,
         normalize_advantages=normalize_advantages and advantage is not None,
-        keep_all=True,
+        keep_zero_advantage=True,
         overlong_buffer=4,
     )
     assert loss_tokens(batch) == [200, 201, 202]
@@ -152,7 +152,7 @@ def test_an_empty_response_is_counted_and_not_packed(advantage: Any, normalize_a
 
 
 def test_a_batch_of_empty_responses_is_an_empty_batch() -> None:
-    batch = batch_of(groups_of(rollout(0, 0, 1.0), rollout(1, 0, 0.0)), keep_all=True)
+    batch = batch_of(groups_of(rollout(0, 0, 1.0), rollout(1, 0, 0.0)), keep_zero_advantage=True)
     assert batch.microbatches == [[]]
     assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (2, 0, 0)
     assert batch.lag_histogram == {}
@@ -174,7 +174,7 @@ def test_equal_rewards_in_every_group_are_a_counted_batch_without_microbatches(
     assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (6, 18, 18)
     assert batch.group_ids == [0, 1]
     assert_finite(batch)
-    kept = batch_of(groups, keep_all=True, **settings)
+    kept = batch_of(groups, keep_zero_advantage=True, **settings)
     assert len(loss_tokens(kept)) == 18
     assert kept.metrics["without_gradient_fraction"] == 0
     assert not any(each.advantages.any() for each in packed(kept))
@@ -193,7 +193,7 @@ def test_normalizing_leaves_a_group_without_advantages_without_a_gradient() -> N
 
 
 def test_with_a_value_function_advantages_are_not_the_batchs() -> None:
-    batch = batch_of(groups_of(rollout(0, 2, 1.0), rollout(1, 2, 0.0)), advantage=None, keep_all=True)
+    batch = batch_of(groups_of(rollout(0, 2, 1.0), rollout(1, 2, 0.0)), advantage=None, keep_zero_advantage=True)
     assert not packed(batch)[0].advantages.any()
     assert packed(batch)[0].rewards.tolist() == [1, 0]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from midflight.report.plan_table import plan_text
 from midflight.sim.costs import RateTable
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.lengths import uniform
 from midflight.sim.planner.plan import Goal, make_plan
 from midflight.sim.planner.search import search_space

@@ -69,7 +69,7 @@ class Controls:
         self.transfer_s = 0.0  # how long it takes to get weights to a server
         monkeypatch.setattr(engines, "run_in_background", self._run)
         self.servers = Servers(directory, self._connect, threading.Event(), self.notes.append, lambda: self.now_s)
-        hooks = PoolHooks(self.servers.look, self.servers.say, self.servers.left)
+        hooks = PoolHooks(self.servers.discover, self.servers.log, self.servers.left)
         self.pool = EnginePool(0, {}, run=self._transfer, hooks=hooks)
 
     def write(self, name: str, url: str, at: int = 1) -> None:
@@ -77,7 +77,7 @@ class Controls:
         path.write_text(json.dumps({"url": url}))
         os.utime(path, ns=(at, at))
 
-    def look(self, after_s: float = LOOK_S) -> frozenset[str]:
+    def discover(self, after_s: float = LOOK_S) -> frozenset[str]:
         """Twice: an attempt that ends at once is seen by the next look."""
         self.now_s += after_s
         self.pool.step()
@@ -117,14 +117,14 @@ def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controls:
 
 
 def test_servers_join_when_they_are_registered_and_leave_when_they_are_not(controls: Controls) -> None:
-    assert controls.look() == frozenset()
+    assert controls.discover() == frozenset()
     controls.write("one", "http://one:1/")
     controls.write("two", "http://two:2")
-    assert controls.look() == {"one", "two"}
+    assert controls.discover() == {"one", "two"}
     assert controls.attempts == ["http://one:1", "http://two:2"]
     (controls.directory / "one.json").unlink()
-    assert controls.look(after_s=LOOK_S / 2) == {"one", "two"}
-    assert controls.look() == {"two"}
+    assert controls.discover(after_s=LOOK_S / 2) == {"one", "two"}
+    assert controls.discover() == {"two"}
     assert [each.is_closed for each in controls.made] == [True, False]
     assert controls.notes == [
         "engine one joined with weights of version 0",
@@ -139,7 +139,7 @@ def test_a_server_that_is_not_there_is_tried_again_less_and_less_often(controls:
     tried_at = []
     for _ in range(200):
         num_before = len(controls.attempts)
-        controls.look()
+        controls.discover()
         tried_at += [controls.now_s] * (len(controls.attempts) - num_before)
     waits = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
     assert waits[:6] == [1, 2, 4, 8, 16, 32]
@@ -148,7 +148,7 @@ def test_a_server_that_is_not_there_is_tried_again_less_and_less_often(controls:
     assert controls.notes[:2] == [f"{refused} 1 s", f"{refused} 2 s"]
     assert controls.notes[-2:] == [f"{refused} 60 s"] * 2
     del controls.answers["http://one:1"]
-    assert controls.look(BACKOFF_S[1]) == {"one"}
+    assert controls.discover(BACKOFF_S[1]) == {"one"}
 
 
 def test_a_server_that_never_gets_its_weights_is_tried_less_and_less_often(controls: Controls) -> None:
@@ -156,47 +156,47 @@ def test_a_server_that_never_gets_its_weights_is_tried_less_and_less_often(contr
     controls.weight_error, controls.transfer_s = WeightUpdateError("the group did not come together"), 100.0
     controls.write("one", "http://one:1")
     while len(controls.attempts) < 9:
-        controls.look()
+        controls.discover()
     why = "engine one could not join: the group did not come together; next attempt in"
     assert controls.notes == [f"{why} {delay} s" for delay in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
     controls.transfer_s = 0.0
     controls.weight_error = None
-    assert controls.look(BACKOFF_S[1]) == {"one"}
+    assert controls.discover(BACKOFF_S[1]) == {"one"}
     controls.pool.lose("one", "it hangs")
     assert controls.notes[-1] == "engine one left: it hangs; next attempt in 60 s"
-    assert controls.look(BACKOFF_S[1]) == {"one"}
+    assert controls.discover(BACKOFF_S[1]) == {"one"}
     controls.pool.add([GenerationRequest(RolloutId(0), np.array([1], np.int32), SamplingParams(8), seed=0)])
     while controls.pool.num_in_flight:
-        controls.look()
-    controls.look()
+        controls.discover()
+    controls.discover()
     controls.pool.lose("one", "it hangs")
     assert controls.notes[-1] == "engine one left: it hangs; next attempt in 1 s", "it has served meanwhile"
 
 
 def test_a_server_that_was_lost_joins_again_at_once_when_it_was_started_again(controls: Controls) -> None:
     controls.write("one", "http://one:1")
-    controls.look()
+    controls.discover()
     controls.answers["http://one:1"] = GenerationLostError("connection refused")
     controls.write("one", "http://one:1", at=2)
-    assert controls.look() == frozenset()
+    assert controls.discover() == frozenset()
     assert controls.notes[1:] == [
         "engine one left: it was started again",
         "engine one is not there: connection refused; next attempt in 1 s",
     ]
     del controls.answers["http://one:1"]
     controls.write("one", "http://one:1", at=3)
-    assert controls.look() == {"one"}
+    assert controls.discover() == {"one"}
 
 
 def test_a_server_that_does_not_fit_is_not_tried_again_until_it_is_another(controls: Controls) -> None:
     controls.answers["http://one:1"] = ModelError("its model has a vocabulary of 7 tokens")
     controls.write("one", "http://one:1")
     for _ in range(100):
-        controls.look()
+        controls.discover()
     assert len(controls.attempts) == 1
     assert controls.notes == ["engine one is left out: its model has a vocabulary of 7 tokens"]
     controls.write("one", "http://one:1", at=2)
-    controls.look()
+    controls.discover()
     assert len(controls.attempts) == 2
 
 
@@ -204,16 +204,16 @@ def test_a_server_that_hangs_is_found_out(controls: Controls) -> None:
     """Also while nobody asks it for anything else, and when it is leaving already."""
     for name in ("one", "two"):
         controls.write(name, f"http://{name}:1")
-    controls.look()
+    controls.discover()
     request = GenerationRequest(RolloutId(0), np.array([1], np.int32), SamplingParams(8), seed=0)
     controls.pool.add([request])
     for engine in controls.made:
         engine.step = list  # type: ignore[method-assign]
-    assert controls.look(PROBE_S) == {"one", "two"}
+    assert controls.discover(PROBE_S) == {"one", "two"}
     controls.made[0].hangs = True
     (controls.directory / "one.json").unlink()
-    assert controls.look() == {"one", "two"}
-    assert controls.look(PROBE_S) == {"two"}
+    assert controls.discover() == {"one", "two"}
+    assert controls.discover(PROBE_S) == {"two"}
     assert controls.notes[-1] == "engine one left: no answer; 1 rollouts go on elsewhere"
     assert controls.made[1].num_in_flight == 1
 
@@ -223,7 +223,7 @@ def test_what_is_no_entry_is_noted_once(controls: Controls) -> None:
         (controls.directory / f"{index}.json").write_text(text)
     (controls.directory / "x.json.partial").write_text("{")
     for _ in range(3):
-        assert controls.look() == frozenset()
+        assert controls.discover() == frozenset()
     assert len(controls.notes) == 4
     assert controls.notes[0] == (
         f'engine 0 is left out: {controls.directory / "0.json"} is not {{"url": "http://..."}}'
@@ -233,12 +233,12 @@ def test_what_is_no_entry_is_noted_once(controls: Controls) -> None:
 def test_a_connection_that_comes_about_too_late_is_closed(controls: Controls) -> None:
     controls.held = []
     controls.write("one", "http://one:1")
-    controls.look()
+    controls.discover()
     (controls.directory / "one.json").unlink()
-    controls.look()
+    controls.discover()
     (carry_out,) = controls.held
     carry_out()
-    assert controls.look() == frozenset()
+    assert controls.discover() == frozenset()
     assert [each.is_closed for each in controls.made] == [True]
 
 

@@ -10,7 +10,7 @@ import pytest
 from midflight.errors import ScenarioError
 from midflight.sim.costs import AffineCost
 from midflight.sim.formulas.analytic import conventional, one_step_off, pipeline
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.lengths import constant, two_point
 from midflight.sim.workload import Workload
 

@@ -112,27 +112,27 @@ def test_pauses_cost_generation_their_time(pause: str) -> None:
 
 def test_an_engine_that_fails_loses_time_and_nothing_else() -> None:
     run = pipeline_run(failures=ListedFailures([(1, 100.0, 400.0), (2, 250.0, 260.0)]))
-    outcome = simulate(run)
-    check_accounts(run, outcome.batches)
-    carried = [batch.carried_tokens for batch in outcome.batches]
+    result = simulate(run)
+    check_accounts(run, result.batches)
+    carried = [batch.carried_tokens for batch in result.batches]
     assert sum(carried) > 0
-    assert outcome.batches[-1].end > simulate(pipeline_run()).batches[-1].end
+    assert result.batches[-1].end > simulate(pipeline_run()).batches[-1].end
 
 
 def test_all_engines_may_be_away_for_a_while() -> None:
     run = pipeline_run(failures=ListedFailures([(engine, 100.0 + engine, 500.0) for engine in range(3)]))
-    outcome = simulate(run)
-    check_accounts(run, outcome.batches)
-    times = [batch.handed_over.time for batch in outcome.batches]
+    result = simulate(run)
+    check_accounts(run, result.batches)
+    times = [batch.handed_over.time for batch in result.batches]
     assert not [time for time in times if 103 < time < 500]
 
 
 def test_filtered_groups_are_replaced_and_counted() -> None:
     run = pipeline_run(filter_rate=0.3, group_size=4, num_steps=400)
-    outcome = simulate(run)
-    check_accounts(run, outcome.batches)
+    result = simulate(run)
+    check_accounts(run, result.batches)
     num_trained = 400 * 16 // 4
-    num_filtered = outcome.batches[-1].handed_over.num_filtered_groups
+    num_filtered = result.batches[-1].handed_over.num_filtered_groups
     assert num_filtered / (num_filtered + num_trained) == pytest.approx(0.3, abs=0.03)
 
 
@@ -145,7 +145,7 @@ def test_groups_wait_for_their_slowest_member() -> None:
 
 def test_a_schedule_that_never_makes_a_batch_is_an_error() -> None:
     with pytest.raises(ScenarioError, match=r"schedule: stuck at optimizer step 0, with 15 finished rollouts"):
-        simulate(pipeline_run(schedule=PipelineSchedule(16, 5, max_waiting=0)))
+        simulate(pipeline_run(schedule=PipelineSchedule(16, 5, queue_capacity=0)))
 
 
 def test_more_in_flight_than_the_table_knows_is_an_error() -> None:

@@ -12,7 +12,7 @@ from midflight.errors import ScenarioError
 from midflight.sim.costs import PAPER_STEP_COST, AffineCost, RateTable
 from midflight.sim.formulas.analytic import Estimate, conventional, one_step_off, pipeline
 from midflight.sim.formulas.speed_up import first_win, largest_gain, speed_curve
-from midflight.sim.formulas.steady import Queue
+from midflight.sim.formulas.steady_state import Queue
 from midflight.sim.lengths import lognormal, uniform
 from midflight.sim.planner.plan import Goal, make_plan
 from midflight.sim.planner.search import SearchSpace, best_one_step_off, pareto_front, search_space

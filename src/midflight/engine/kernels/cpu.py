@@ -76,14 +76,14 @@ class CpuKernels(ReferenceKernels):
         query_norm, key_norm = map(_pointer, norms) if norms else (None, None)
         self._library.rope_and_store(
             _pointer(qkv), *map(_pointer, rope), query_norm, key_norm, _float(eps), _pointer(batch.positions),
-            _pointer(batch.slots), _pointer(layer.keys), _pointer(layer.values), _long(len(qkv)), _threads(),
+            _pointer(batch.slot_mapping), _pointer(layer.keys), _pointer(layer.values), _long(len(qkv)), _threads(),
         )  # fmt: skip
         return qkv[:, : qkv.shape[1] - 2 * layer.num_kv_heads * layer.head_dim]
 
     def store(self, key: Tensor, value: Tensor, batch: Batch, layer: KVLayer) -> None:
         key, value = key.contiguous(), value.contiguous()
         self._library.store(
-            _pointer(key), _pointer(value), _pointer(batch.slots), _pointer(layer.keys), _pointer(layer.values),
+            _pointer(key), _pointer(value), _pointer(batch.slot_mapping), _pointer(layer.keys), _pointer(layer.values),
             _long(len(key)), _threads(),
         )  # fmt: skip
 
@@ -93,7 +93,7 @@ class CpuKernels(ReferenceKernels):
         out = query.new_empty(query.shape)
         self._library.attend(
             _pointer(query), _long(query.stride(0)), _pointer(layer.keys), _pointer(layer.values),
-            _pointer(batch.tables), _long(batch.tables.stride(0)), _pointer(batch.rows), _pointer(batch.positions),
+            _pointer(batch.tables), _long(batch.tables.stride(0)), _pointer(batch.slots), _pointer(batch.positions),
             _float(scale), _float(softcap), _long(window), _pointer(out), _long(len(query)), _threads(),
         )  # fmt: skip
         return out

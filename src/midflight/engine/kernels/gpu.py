@@ -30,7 +30,7 @@ class GpuKernels(ReferenceKernels):
         if not num_decode:
             return super().attend(query, batch, layer, scale, softcap, window)
         decoded = paged_decode_attention(
-            query[:num_decode], layer, batch.tables, batch.rows, batch.positions, scale, softcap, window
+            query[:num_decode], layer, batch.tables, batch.slots, batch.positions, scale, softcap, window
         )
         if not batch.chunks:
             return decoded

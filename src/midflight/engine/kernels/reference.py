@@ -62,7 +62,7 @@ class ReferenceKernels:
 
     def store(self, key: Tensor, value: Tensor, batch: Batch, layer: KVLayer) -> None:
         """Put key and value, [T, K, E], into the slots of their tokens."""
-        pages, offsets = batch.slots // PAGE_SIZE, batch.slots % PAGE_SIZE
+        pages, offsets = batch.slot_mapping // PAGE_SIZE, batch.slot_mapping % PAGE_SIZE
         layer.keys[pages, :, :, offsets] = key
         layer.values[pages, :, offsets] = value
 
@@ -90,7 +90,7 @@ class ReferenceKernels:
         parts = []
         for chunk in batch.chunks:
             length = chunk.first_position + chunk.stop - chunk.start
-            key, value = _gather(batch.tables[chunk.row, : -(-length // PAGE_SIZE)][None], layer)
+            key, value = _gather(batch.tables[chunk.slot, : -(-length // PAGE_SIZE)][None], layer)
             positions = batch.positions[chunk.start : chunk.stop]
             # The tokens are the queries of one sequence: [1, H, t, E].
             heads = query[chunk.start : chunk.stop].view(-1, query.shape[1] // layer.head_dim, layer.head_dim)
@@ -107,7 +107,7 @@ class ReferenceKernels:
     ) -> Tensor:
         """`attend` for some of the decoding tokens, each the only query of its own sequence: [B, H, 1, E]."""
         num_pages = -(-batch.max_length // PAGE_SIZE)
-        key, value = _gather(batch.tables[batch.rows[part], :num_pages], layer)
+        key, value = _gather(batch.tables[batch.slots[part], :num_pages], layer)
         heads = query[part].view(len(key), -1, 1, layer.head_dim)
         attended = _attention(heads, key, value, batch.positions[part, None], scale, softcap, window)
         return attended.reshape(len(key), -1)

@@ -48,7 +48,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    num_rows: int  # sequences in flight
+    num_seqs: int  # sequences in flight
     seconds: float
     num_new: int = 0  # more sequences than in the iteration before
 
@@ -144,34 +144,34 @@ def record(
     rollout, trainer = read_spans(run.spans("rollout")), read_spans(run.spans(trainer_role(0)))
     start_ns = [span for span in trainer if span[0] == "publish"][_NUM_WARM_UP_STEPS - 1][2]
     after_warm_up = [span for span in rollout if span[1] >= start_ns]
-    iterations = iterations_of(after_warm_up, rows_per_token(rollout, summary["generated_tokens"]))
+    iterations = iterations_of(after_warm_up, slots_per_token(rollout, summary["generated_tokens"]))
     return RecordedRun(plan, lines, after_warm_up, [span for span in trainer if span[1] >= start_ns], iterations)
 
 
-def iterations_of(spans: Sequence[SpanRecord], rows_per_token: float = 1.0) -> list[Iteration]:
+def iterations_of(spans: Sequence[SpanRecord], slots_per_token: float = 1.0) -> list[Iteration]:
     """All iterations but the last, from the spans of a rollout process in order.
 
-    One that ends in waiting has no more than its decode step. Each takes as long as if each row sampled a token.
+    One that ends in waiting has no more than its decode step. Each takes as long as if each slot sampled a token.
     """
     iterations: list[Iteration] = []
-    rows_before = 0
+    num_before = 0
     decodes = [index for index, span in enumerate(spans) if span[0] == "decode"]
     for index, following in itertools.pairwise(decodes):
         _, start, end, arguments = spans[index]
         between = spans[index + 1 : following]
         if not any(span[0] in _IDLE for span in between):
             end = spans[following][1] - sum(span[2] - span[1] for span in between if span[0] in _COUNTED_ELSEWHERE)
-        rows = arguments["rows"]
-        if rows:  # else an update went on in a step that sampled nothing
-            iterations.append(Iteration(rows, (end - start) / 1e9 * rows_per_token, max(0, rows - rows_before)))
-        rows_before = rows
+        num_seqs = arguments["num_seqs"]
+        if num_seqs:  # else an update went on in a step that sampled nothing
+            iterations.append(Iteration(num_seqs, (end - start) / 1e9 * slots_per_token, max(0, num_seqs - num_before)))
+        num_before = num_seqs
     return iterations
 
 
-def rows_per_token(spans: Sequence[SpanRecord], num_tokens: int) -> float:
-    """Rows it took to sample a token, over a whole run: a row whose prompt is being read samples none."""
-    num_rows: int = sum(span[3]["rows"] for span in spans if span[0] == "decode")
-    return max(1.0, num_rows / max(num_tokens, 1))
+def slots_per_token(spans: Sequence[SpanRecord], num_tokens: int) -> float:
+    """Slots in use per sampled token, over a whole run: a slot whose prompt is being prefilled samples none."""
+    num_seqs: int = sum(span[3]["num_seqs"] for span in spans if span[0] == "decode")
+    return max(1.0, num_seqs / max(num_tokens, 1))
 
 
 def fit_table(
@@ -185,7 +185,7 @@ def fit_table(
     takes the smaller one's.
     Raises: BenchmarkError if there are too few iterations.
     """
-    rows = np.array([each.num_rows for each in iterations], np.float64)
+    rows = np.array([each.num_seqs for each in iterations], np.float64)
     seconds = np.array([each.seconds for each in iterations])
     sizes = _sizes(rows)
     if not len(sizes):
@@ -250,7 +250,7 @@ def colocated_delays(
     rollout: Sequence[SpanRecord], trainer: Sequence[SpanRecord], lines: Sequence[MetricsLine]
 ) -> DelaysConfig:
     """Delays of a run in turns: from the last token to the first step, and from the last step to a token."""
-    decodes = [("decode", span[1], span[2]) for span in rollout if span[0] == "decode" and span[3]["rows"]]
+    decodes = [("decode", span[1], span[2]) for span in rollout if span[0] == "decode" and span[3]["num_seqs"]]
     trains = [("train", span[1], span[2]) for span in trainer if span[0] in ("train", "publish")]
     gaps: dict[str, list[float]] = {"decode": [], "train": []}
     for before, after in itertools.pairwise(sorted([*decodes, *trains], key=lambda phase: phase[1])):

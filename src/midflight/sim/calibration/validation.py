@@ -72,10 +72,10 @@ def predict(scenario: Scenario, recipe: Recipe, seconds: float) -> Figures:
             time_unit=scenario.simulation.time_unit, num_steps=num_steps, num_warm_up_steps=0, seed=recipe.run.seed
         )
         changes = {"schedule": recipe.schedule, "simulation": simulation}
-        outcome = simulate_scenario(scenario.model_copy(update=changes))
-        num_ended = sum(batch.end < seconds for batch in outcome.batches)
-        if num_ended < len(outcome.batches):
-            within = dataclasses.replace(outcome, batches=outcome.batches[: num_ended + 1])
+        result = simulate_scenario(scenario.model_copy(update=changes))
+        num_ended = sum(batch.end < seconds for batch in result.batches)
+        if num_ended < len(result.batches):
+            within = dataclasses.replace(result, batches=result.batches[: num_ended + 1])
             lag = lag_metrics(within.lag_histogram)
             return {"trained_tokens_per_s": within.rate, "mean_lag": lag["lag/mean"], "max_lag": lag["lag/max"]}
         num_steps *= 2

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midflight.sim.formulas.draining import drain
-from midflight.sim.formulas.steady import Queue, steady_states
+from midflight.sim.formulas.steady_state import Queue, steady_states
 from midflight.sim.workload import Workload
 from midflight.types import Int64Array
 

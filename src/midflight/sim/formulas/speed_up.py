@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midflight.sim.formulas.analytic import conventional
-from midflight.sim.planner.pareto import Front
+from midflight.sim.planner.pareto import ParetoFront
 from midflight.sim.workload import Workload
 from midflight.types import Float64Array, Int64Array
 
@@ -40,14 +40,14 @@ def most_steps_per_rl_step(colocated: Workload) -> float:
     return most if math.isinf(most) else math.floor(most + _ROUNDING)
 
 
-def speed_curve(front: Front, colocated: Workload) -> Curve:
+def speed_curve(front: ParetoFront, colocated: Workload) -> Curve:
     """At up to 400 lags of the front, close together where lag is low."""
     indices = spread(len(front), _NUM_CURVE_POINTS)
     lags = front.lags[indices]
     return Curve(lags, front.rates[indices], _conventional_rates(lags, colocated))
 
 
-def largest_gain(front: Front, colocated: Workload) -> int | None:
+def largest_gain(front: ParetoFront, colocated: Workload) -> int | None:
     """Index of the split that is the most times as fast as conventional RL at its lag."""
     indices = spread(len(front), _NUM_CURVE_POINTS)
     gains = front.rates[indices] / _conventional_rates(front.lags[indices], colocated)
@@ -59,7 +59,7 @@ def largest_gain(front: Front, colocated: Workload) -> int | None:
     return int(around[np.nanargmax(gains)])
 
 
-def first_win(front: Front, colocated: Workload) -> int | None:
+def first_win(front: ParetoFront, colocated: Workload) -> int | None:
     """The least max lag at which a split is faster than conventional RL; None if there is none."""
     indices = spread(len(front), _NUM_CURVE_POINTS)
     wins = front.rates[indices] > _conventional_rates(front.lags[indices], colocated)

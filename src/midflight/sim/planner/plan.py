@@ -20,7 +20,7 @@ from midflight.sim.formulas.speed_up import (
     speed_curve,
     spread,
 )
-from midflight.sim.planner.pareto import Front
+from midflight.sim.planner.pareto import ParetoFront
 from midflight.sim.planner.search import LagKind, SearchSpace, best_one_step_off, pareto_front
 from midflight.sim.workload import Workload
 
@@ -88,7 +88,7 @@ def make_plan(
         scope = "" if goal.max_lag is None and goal.max_mean_lag is None else " within the bounds on lag"
         raise ScenarioError(f"rate = {goal.rate:g}: no split{scope} is faster than {bounded.rates[-1]:.5g}")
 
-    def choose(front: Front, index: int) -> Choice:
+    def choose(front: ParetoFront, index: int) -> Choice:
         split = pipeline(workload, int(front.num_in_flight[index]), int(front.num_engines[index]), space.queue)
         return _beside_conventional(split, space.lag, colocated)
 
@@ -127,7 +127,7 @@ def _check(goal: Goal) -> None:
             raise ScenarioError(f"{name} = {bound:g}: should be at least 0")
 
 
-def _index_for(front: Front, goal: Goal) -> int:
+def _index_for(front: ParetoFront, goal: Goal) -> int:
     """The fastest split, or the first that is as fast as the goal; outside of the front if there is none."""
     return len(front) - 1 if goal.rate is None else int(np.searchsorted(front.rates, goal.rate * (1 - _ROUNDING)))
 

@@ -12,8 +12,8 @@ import numpy as np
 from midflight.errors import ScenarioError
 from midflight.sim.costs import rates
 from midflight.sim.formulas.analytic import Estimate, one_step_off, whole_steps
-from midflight.sim.formulas.steady import Queue, steady_states
-from midflight.sim.planner.pareto import Front, front_of
+from midflight.sim.formulas.steady_state import Queue, steady_states
+from midflight.sim.planner.pareto import ParetoFront, front_of
 from midflight.sim.workload import Workload
 from midflight.types import Int64Array
 
@@ -45,15 +45,15 @@ def search_space(workload: Workload, queue: Queue, max_in_flight: int | None = N
     return SearchSpace(max_in_flight, queue)
 
 
-def pareto_front(workload: Workload, space: SearchSpace) -> Front:
+def pareto_front(workload: Workload, space: SearchSpace) -> ParetoFront:
     """Of all splits in the space; empty if they all keep the trainer too busy.
 
     Raises: ScenarioError if no split has so low a mean lag.
     """
-    assert space.queue.max_waiting is not None, "lag has no bound"
+    assert space.queue.capacity is not None, "lag has no bound"
     scale = workload.max_engines * float(rates(workload.step_cost, space.max_in_flight))  # as high as rates get
     in_flight = np.arange(1, space.max_in_flight + 1)
-    found: list[Front] = []
+    found: list[ParetoFront] = []
     lowest_mean_lag = math.inf
     for engines in _chunks(workload.max_engines, space.max_in_flight):
         states = steady_states(workload, engines, space.max_in_flight, space.queue)
@@ -63,12 +63,12 @@ def pareto_front(workload: Workload, space: SearchSpace) -> Front:
         lowest_mean_lag = min(lowest_mean_lag, float(states.mean_lag.min()))
         possible = (states.mean_lag <= space.max_mean_lag) & (states.trainer_share <= space.max_trainer_share)
         row, column = np.nonzero(possible)
-        splits = Front(whole_steps(lags[possible]), states.rate[possible], in_flight[column], engines[row])
+        splits = ParetoFront(whole_steps(lags[possible]), states.rate[possible], in_flight[column], engines[row])
         found.append(front_of(splits, scale))
     if space.max_mean_lag < lowest_mean_lag:
         raise ScenarioError(f"max_mean_lag = {space.max_mean_lag:g}: no split has less than {lowest_mean_lag:.4g}")
-    columns = ([getattr(front, field.name) for front in found] for field in fields(Front))
-    return front_of(Front(*map(np.concatenate, columns)), scale)
+    columns = ([getattr(front, field.name) for front in found] for field in fields(ParetoFront))
+    return front_of(ParetoFront(*map(np.concatenate, columns)), scale)
 
 
 def best_one_step_off(workload: Workload, steps_per_rl_step: int) -> Estimate | None:

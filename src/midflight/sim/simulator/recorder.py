@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from midflight.sim.simulator.engines import SimEngine, SimRollout
-from midflight.sim.simulator.outcome import NUM_POSITIONS, Outcome, Reading, TrainedBatch
+from midflight.sim.simulator.result import NUM_POSITIONS, SimulationResult, Snapshot, TrainedBatch
 from midflight.types import ActorState, Float64Array, Int64Array
 
 
@@ -33,8 +33,8 @@ class BatchRecorder:
         self._interrupted_tokens += sum(rollout.num_tokens for rollout in rollouts)
         self._interrupted_new_tokens += sum(rollout.segments[-1].num_tokens for rollout in rollouts if rollout.segments)
 
-    def read(self, time: float, state: ActorState, discarded_tokens: int) -> Reading:
-        return Reading(
+    def read(self, time: float, state: ActorState, discarded_tokens: int) -> Snapshot:
+        return Snapshot(
             time,
             sum(engine.generated_by(time) for engine in self._engines),
             sum(engine.busy_time for engine in self._engines),
@@ -46,7 +46,7 @@ class BatchRecorder:
             self._interrupted_new_tokens,
         )
 
-    def trained(self, rollouts: Sequence[SimRollout], handed_over: Reading, start: float, end: float) -> None:
+    def trained(self, rollouts: Sequence[SimRollout], handed_over: Snapshot, start: float, end: float) -> None:
         """The next batch."""
         version = len(self._batches)
         segments = np.array([segment for rollout in rollouts for segment in rollout.segments], np.int64)
@@ -72,9 +72,9 @@ class BatchRecorder:
             )
         )
 
-    def outcome(self, num_steps: int) -> Outcome:
+    def result(self, num_steps: int) -> SimulationResult:
         """Of the first `num_steps` batches: training on another may have begun."""
-        return Outcome(self._batches[:num_steps], len(self._engines))
+        return SimulationResult(self._batches[:num_steps], len(self._engines))
 
 
 class _SegmentAges:

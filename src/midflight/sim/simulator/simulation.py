@@ -26,9 +26,9 @@ from midflight.sim.lengths import Lengths
 from midflight.sim.simulator.engines import SimEngine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import NO_FAILURES, Failures
 from midflight.sim.simulator.groups import Gradients, SimGroups
-from midflight.sim.simulator.outcome import Outcome, Reading
 from midflight.sim.simulator.pool import Pool
 from midflight.sim.simulator.recorder import BatchRecorder
+from midflight.sim.simulator.result import SimulationResult, Snapshot
 from midflight.types import BatchChoice, FleetView, GroupId, RolloutId
 
 
@@ -62,7 +62,7 @@ class SimulatedRun:
     seed: int = 0
 
 
-def simulate(run: SimulatedRun) -> Outcome:
+def simulate(run: SimulatedRun) -> SimulationResult:
     """The same result for the same run, always.
 
     Raises: ScenarioError if the schedule starts nothing more and the trainer has no batch: a real run would hang.
@@ -77,7 +77,7 @@ def simulate(run: SimulatedRun) -> Outcome:
             gc.enable()
 
 
-_Batch = tuple[list[SimRollout], Reading]  # and the totals when it was handed over
+_Batch = tuple[list[SimRollout], Snapshot]  # and the totals when it was handed over
 
 
 class _Kind:
@@ -108,11 +108,11 @@ class _Simulation:
         for engine in self._engines:
             self._foresee_failure(engine)
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SimulationResult:
         while self._num_trained < self._run.num_steps:
             iterate(self._schedule, self._ledger, self)
             self._start_training()
-        return self._recorder.outcome(self._run.num_steps)
+        return self._recorder.result(self._run.num_steps)
 
     def _happen(self, kind: int, subject: int, stamp: int) -> None:
         match kind:
@@ -262,7 +262,7 @@ class _Simulation:
 
     # --- time -------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Reading:
+    def _read(self) -> Snapshot:
         return self._recorder.read(self._now, self._ledger.state, self._groups.discarded_tokens)
 
     def _at(self, time: float, kind: int, subject: int = 0, stamp: int = 0) -> None:

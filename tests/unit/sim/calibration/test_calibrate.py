@@ -25,7 +25,7 @@ from midflight.sim.calibration.measure import (
     fit_training,
     iterations_of,
     planned_runs,
-    rows_per_token,
+    slots_per_token,
     split_delays,
 )
 from midflight.sim.calibration.scenario import calibrate, calibration_text, scenario_of, write_scenario
@@ -41,7 +41,7 @@ def step_ms(rows: int) -> float:
 
 
 def decode(start_ms: float, rows: int, took_ms: float) -> SpanRecord:
-    return ("decode", round(start_ms * MS), round((start_ms + took_ms) * MS), {"rows": rows})
+    return ("decode", round(start_ms * MS), round((start_ms + took_ms) * MS), {"num_seqs": rows})
 
 
 def span(name: str, start_ms: float, end_ms: float, **arguments: int) -> SpanRecord:
@@ -71,7 +71,7 @@ def test_a_turn_lasts_until_the_next_one_without_what_is_counted_elsewhere() -> 
     ]  # fmt: skip
     iterations = iterations_of(spans)
     assert [each.seconds for each in iterations] == pytest.approx([3e-3, 2e-3, 1e-3, 2e-3])
-    assert [(each.num_rows, each.num_new) for each in iterations] == [(4, 4), (4, 0), (5, 1), (6, 1)]
+    assert [(each.num_seqs, each.num_new) for each in iterations] == [(4, 4), (4, 0), (5, 1), (6, 1)]
 
 
 def test_a_step_that_only_goes_on_with_an_update_is_no_turn() -> None:
@@ -80,8 +80,8 @@ def test_a_step_that_only_goes_on_with_an_update_is_no_turn() -> None:
 
 def test_rows_without_a_token_are_counted() -> None:
     spans = [decode(0, 4, 1), decode(2, 6, 1), span("save", 3, 4)]
-    assert rows_per_token(spans, num_tokens=8) == pytest.approx(10 / 8)
-    assert rows_per_token(spans, num_tokens=12) == 1.0, "more than one token a row is a miscount"
+    assert slots_per_token(spans, num_tokens=8) == pytest.approx(10 / 8)
+    assert slots_per_token(spans, num_tokens=12) == 1.0, "more than one token a row is a miscount"
 
 
 def test_the_table_holds_the_step_times_of_the_trace_and_keeps_their_sum() -> None:
@@ -91,7 +91,7 @@ def test_the_table_holds_the_step_times_of_the_trace_and_keeps_their_sum() -> No
     assert table.sizes == (1, 2, 4, 8, 16, 32, 48)
     for size, rate in zip(table.sizes, table.rates, strict=True):
         assert size / rate == pytest.approx(step_ms(size) / 1e3, rel=1e-3)
-    total_s = sum(each.num_rows / rate_at(table, each.num_rows) for each in iterations)
+    total_s = sum(each.num_seqs / rate_at(table, each.num_seqs) for each in iterations)
     assert total_s == pytest.approx(sum(each.seconds for each in iterations), rel=1e-3)
 
 
@@ -99,12 +99,12 @@ def test_what_admitting_takes_is_spread_over_the_tokens() -> None:
     iterations: list[Iteration] = []
     for _ in range(200):  # phases: 32 admitted at once, two of which end at each step
         iterations += [Iteration(rows, (step_ms(rows) + 0.3 * new) / 1e3, new) for rows, new in _phase(32, step=2)]
-    mean_length = sum(each.num_rows for each in iterations) / (200 * 32)
+    mean_length = sum(each.num_seqs for each in iterations) / (200 * 32)
     table = fit_table(iterations, mean_length)
     for size, rate in zip(table.sizes, table.rates, strict=True):
         expected_ms = step_ms(size) + 0.3 / mean_length * size
         assert size / rate == pytest.approx(expected_ms / 1e3, rel=1e-3)
-    assert sum(each.num_rows / rate_at(table, each.num_rows) for each in iterations) == pytest.approx(
+    assert sum(each.num_seqs / rate_at(table, each.num_seqs) for each in iterations) == pytest.approx(
         sum(each.seconds for each in iterations), rel=1e-3
     )
 
@@ -210,7 +210,7 @@ def recorded(plan: PlannedRun, group_size: int = 8) -> RecordedRun:
     rollout = [decode(end - step_ms(count), count, step_ms(count)) for end, count in zip(ends, rows, strict=True)]
     lines = [line([1 + step] * 32, 32, 0.05 + 0.001 * step) for step in range(30)]
     trainer = [span("train", 50 * step, 50 * step + 40, version=step) for step in range(30)]
-    return RecordedRun(plan, lines, rollout, trainer, iterations_of(rollout, rows_per_token=1.25))
+    return RecordedRun(plan, lines, rollout, trainer, iterations_of(rollout, slots_per_token=1.25))
 
 
 def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: Path) -> None:

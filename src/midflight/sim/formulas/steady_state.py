@@ -26,9 +26,9 @@ from midflight.types import Float64Array, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Finished rollouts that wait to be trained on; without a `max_waiting` they are never too many."""
+    """Finished rollouts that wait to be trained on; without a `capacity` they are never too many."""
 
-    max_waiting: int | None = None  # Q, rollouts; at least a batch
+    capacity: int | None = None  # Q, rollouts; at least a batch
     when_full: Literal["block", "drop_oldest"] = "block"
 
 
@@ -95,17 +95,17 @@ def _waits_for_trainer(
     slots = np.arange(1, len(step_times) + 1)
     in_flight_steps = workload.lengths.max * step_times / decoding
     nothing = np.zeros_like(period)
-    if queue.max_waiting is None:
+    if queue.capacity is None:
         forever = np.full_like(period, math.inf)
         return in_flight_steps, forever, forever, nothing
     if queue.when_full == "drop_oldest":
         arrivals = engines * slots / step_times * decoding / workload.lengths.mean  # rollouts in a period
-        mean = (queue.max_waiting - batch_size / 2) / arrivals + 0.5
-        return in_flight_steps, queue.max_waiting / arrivals + 1, mean, 1 - batch_size / arrivals
+        mean = (queue.capacity - batch_size / 2) / arrivals + 0.5
+        return in_flight_steps, queue.capacity / arrivals + 1, mean, 1 - batch_size / arrivals
     active = _active_slots(workload, step_times, workload.batch_tokens / (engines * decoding))
     # Preprocessing is over before a batch's turn comes. Until weights arrive, the queue does not shrink either: the
     # versions that tokens miss by that are those that they wait less.
-    waiting = ((slots - active) * engines + queue.max_waiting) / batch_size
+    waiting = ((slots - active) * engines + queue.capacity) / batch_size
     in_flight_steps = active * engines * workload.lengths.max / workload.batch_tokens
     return in_flight_steps, waiting + 1, waiting + 0.5, nothing
 

@@ -9,7 +9,7 @@ from midflight.tracing.spans import Tracer
 from midflight.types import ActorState
 
 
-class RolloutMeter:
+class RolloutStats:
     """Rates, waiting times and losses since the last `read`."""
 
     def __init__(self, tracer: Tracer, state: ActorState) -> None:
@@ -22,7 +22,7 @@ class RolloutMeter:
     def note_update(self, num_bytes: int) -> None:
         self._update_bytes += num_bytes
 
-    def read(self, state: ActorState, ledger: Ledger) -> dict[str, float]:
+    def snapshot(self, state: ActorState, ledger: Ledger) -> dict[str, float]:
         before, now_s = self._state, time.monotonic()
         elapsed_s = max(now_s - self._time_s, 1e-9)
         wait_s = self._tracer.total_s("wait") - self._wait_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from midflight.errors import ModelError
-from midflight.models.recomputation import check_layers, decoder_layers
+from midflight.models.activation_checkpointing import check_layers, decoder_layers
 from midflight.testing.tiny_models import tiny_model
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from midflight.schedules.april import AprilSchedule
-from midflight.sim.simulator.outcome import TrainedBatch
+from midflight.sim.simulator.result import TrainedBatch
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 from midflight.types import FleetView
 
@@ -42,7 +42,7 @@ class FromScratch:
         return 1 - (self.rate + filtered) / self.generated_rate
 
 
-def from_scratch(run: SimulatedRun, seeds: Iterable[int]) -> FromScratch:
+def restart_baseline(run: SimulatedRun, seeds: Iterable[int]) -> FromScratch:
     """One iteration for each seed; of `run`, its schedule, number of steps and seed do not matter."""
     alone = replace(run, schedule=_Waiting(run.batch_size, run.group_size, over_sampling=1.0), num_steps=1)
     return FromScratch([simulate(replace(alone, seed=seed)).batches[0] for seed in seeds])

@@ -14,7 +14,7 @@ from midflight.types import Float64Array, Int64Array
 NUM_POSITIONS = 20  # where in the longest response the lag is looked at: the middles of so many parts
 
 
-class Reading(NamedTuple):
+class Snapshot(NamedTuple):
     """Running totals at one time."""
 
     time: float
@@ -33,7 +33,7 @@ class TrainedBatch:
     """Batch `index`, which weights of that version were trained on. Lags in optimizer steps, lengths in tokens."""
 
     index: int
-    handed_over: Reading
+    handed_over: Snapshot
     start: float
     end: float
     rollout_ids: Int64Array  # [B]
@@ -61,7 +61,7 @@ class TrainedBatch:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """Every batch of a run. Figures leave out the first `num_warm_up_steps` batches."""
 
     batches: list[TrainedBatch]
@@ -72,9 +72,9 @@ class Outcome:
     def measured(self) -> list[TrainedBatch]:
         return self.batches[self.num_warm_up_steps :]
 
-    def after(self, num_warm_up_steps: int) -> Outcome:
+    def after(self, num_warm_up_steps: int) -> SimulationResult:
         """The same run with another warm-up."""
-        return Outcome(self.batches, self.num_engines, num_warm_up_steps)
+        return SimulationResult(self.batches, self.num_engines, num_warm_up_steps)
 
     @property
     def start(self) -> float:
@@ -144,13 +144,13 @@ class Outcome:
         return since.interrupted_new_tokens / (since.interrupted_new_tokens + since.generated_tokens)
 
     @property
-    def _since(self) -> Reading:
+    def _since(self) -> Snapshot:
         """From the last batch of the warm-up to the last of all, handed over each."""
         last = self.batches[-1].handed_over
         if not self.num_warm_up_steps:
             return last
         first = self.batches[self.num_warm_up_steps - 1].handed_over
-        return Reading._make(after - before for before, after in zip(first, last, strict=True))
+        return Snapshot._make(after - before for before, after in zip(first, last, strict=True))
 
     def figures(self) -> dict[str, object]:
         """The whole run in one object; what real runs log is under the same name."""

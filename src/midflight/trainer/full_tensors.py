@@ -35,7 +35,7 @@ def local_rows(tensor: Tensor) -> slice | None:
     return slice(start, min(start + size, num_rows))
 
 
-def gathered(tensors: Iterable[Named], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Named]:
+def full_tensors(tensors: Iterable[Named], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Named]:
     """On rank 0 all tensors whole, in their order; on the others, which have to go through it too, unsharded ones only.
 
     In memory at a time: one bucket, or one larger tensor.

@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import midflight
-from midflight.trainer.ranks import RankGroup, join_ranks
-from midflight.trainer.shards import gathered, local, local_rows
+from midflight.trainer.full_tensors import full_tensors, local, local_rows
+from midflight.trainer.process_group import DistributedGroup, join_process_group
 
 SHAPES = [(7, 3), (1, 5), (2,), (6, 2, 2), (5,), (3, 0), (64, 9), (4, 1), (1,), (300, 7)]
 BUCKETS = [1, 100, 1 << 20]  # bytes: one tensor each, some together, all together
 
 
-def tensors_of(group: RankGroup) -> dict[str, torch.Tensor]:
+def tensors_of(group: DistributedGroup) -> dict[str, torch.Tensor]:
     """Sharded ones of two dtypes, with one that is not sharded among them."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
@@ -32,7 +32,7 @@ def tensors_of(group: RankGroup) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def check(group: RankGroup) -> None:
+def check(group: DistributedGroup) -> None:
     tensors = tensors_of(group)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -41,7 +41,7 @@ def check(group: RankGroup) -> None:
             assert rows is not None
             assert torch.equal(local(tensor), expected[rows]), name
     for bucket_bytes in BUCKETS:
-        found = dict(gathered(tensors.items(), bucket_bytes))
+        found = dict(full_tensors(tensors.items(), bucket_bytes))
         whole = {
             name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
         }
@@ -52,9 +52,9 @@ def check(group: RankGroup) -> None:
             assert torch.equal(tensor, whole[name]), (name, bucket_bytes)
 
 
-def check_messages(group: RankGroup) -> None:
-    assert group.agree(10 + group.rank) == 10
-    assert group.agree(-1 if group.rank == 0 else 7) == -1
+def check_messages(group: DistributedGroup) -> None:
+    assert group.broadcast(10 + group.rank) == 10
+    assert group.broadcast(-1 if group.rank == 0 else 7) == -1
     for sizes in ([0, 3, 5], [4, 0, 0], [0, 0, 0], [1, 2, 70_000]):
         messages = [bytes([rank]) * size for rank, size in enumerate(sizes)]
         assert group.gather(messages[group.rank]) == messages[: group.num_ranks]
@@ -79,13 +79,15 @@ def test_shards_come_together_and_messages_arrive(num_ranks: int, tmp_path: Path
 
 def test_what_is_not_sharded_passes_through() -> None:
     tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
-    assert [(name, tensor.tolist()) for name, tensor in gathered(tensors.items(), bucket_bytes=4)] == [
+    assert [(name, tensor.tolist()) for name, tensor in full_tensors(tensors.items(), bucket_bytes=4)] == [
         ("a", [0.0, 1.0, 2.0]),
         ("b", [[1.0, 1.0], [1.0, 1.0]]),
     ]
 
 
 if __name__ == "__main__":
-    with join_ranks(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), torch.device("cpu"), timeout_s=60.0) as own:
+    with join_process_group(
+        Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), torch.device("cpu"), timeout_s=60.0
+    ) as own:
         check(own)
         check_messages(own)

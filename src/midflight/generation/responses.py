@@ -1,4 +1,4 @@
-"""How parts of generated text become OpenAI responses, whole or in chunks."""
+"""How deltas of generated text become OpenAI responses, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from midflight.generation.jobs import Part
 from midflight.generation.request_parsing import Tokenizing
 from midflight.generation.schemas import (
     AssistantMessage,
@@ -28,11 +27,12 @@ from midflight.generation.schemas import (
     TokenLogprob,
     Usage,
 )
+from midflight.generation.served_requests import Delta
 from midflight.types import Float32Array, GeneratedTokens
 
 
-class Reply(ABC):
-    """How parts become a response or chunks of one."""
+class ResponseBuilder(ABC):
+    """How deltas become a response or chunks of one."""
 
     def __init__(self, model: str, body: GenerationOptions, prompts: Sequence[Sequence[int]], text: Tokenizing) -> None:
         self.body, self.prompts, self.text = body, prompts, text
@@ -41,86 +41,86 @@ class Reply(ABC):
             self._common["prompt_token_ids"] = list(prompts[0] if len(prompts) == 1 else prompts)
 
     @abstractmethod
-    def response(self, parts: Sequence[Part], usage: Usage | None) -> str: ...
+    def response(self, deltas: Sequence[Delta], usage: Usage | None) -> str: ...
 
     @abstractmethod
-    def chunk(self, parts: Sequence[Part], usage: Usage | None = None) -> str:
-        """Empty `parts` for the chunk that has the usage."""
+    def chunk(self, deltas: Sequence[Delta], usage: Usage | None = None) -> str:
+        """Empty `deltas` for the chunk that has the usage."""
 
-    def _fields(self, part: Part) -> dict[str, Any]:
+    def _fields(self, delta: Delta) -> dict[str, Any]:
         return {
-            "index": part.index,
-            "finish_reason": part.finish_reason.value if part.finish_reason else None,
-            "rollout_id": part.rollout_id,
-            "weight_versions": part.generated.weight_versions.tolist(),
-            "token_ids": part.generated.token_ids.tolist() if self.body.return_token_ids else None,
+            "index": delta.index,
+            "finish_reason": delta.finish_reason.value if delta.finish_reason else None,
+            "rollout_id": delta.rollout_id,
+            "weight_versions": delta.generated.weight_versions.tolist(),
+            "token_ids": delta.generated.token_ids.tolist() if self.body.return_token_ids else None,
         }
 
-    def _logprobs(self, part: Part) -> tuple[list[str], list[float | None]]:
-        token_ids = part.generated.token_ids.tolist()
-        return [self.text.of_token(token_id) for token_id in token_ids], finite_or_none(part.generated.logprobs)
+    def _logprobs(self, delta: Delta) -> tuple[list[str], list[float | None]]:
+        token_ids = delta.generated.token_ids.tolist()
+        return [self.text.of_token(token_id) for token_id in token_ids], finite_or_none(delta.generated.logprobs)
 
 
-class CompletionReply(Reply):
+class CompletionResponseBuilder(ResponseBuilder):
     body: CompletionRequest
 
-    def response(self, parts: Sequence[Part], usage: Usage | None) -> str:
+    def response(self, deltas: Sequence[Delta], usage: Usage | None) -> str:
         choices = [
-            TextChoice(**self._fields(part), text=part.text, logprobs=self._text_logprobs(part))
-            for part in map(self._with_prompt, parts)
+            TextChoice(**self._fields(delta), text=delta.text, logprobs=self._text_logprobs(delta))
+            for delta in map(self._with_prompt, deltas)
         ]
         return CompletionResponse(**self._common, choices=choices, usage=usage).model_dump_json()
 
-    def chunk(self, parts: Sequence[Part], usage: Usage | None = None) -> str:
-        chunk = self.response(parts, usage)
+    def chunk(self, deltas: Sequence[Delta], usage: Usage | None = None) -> str:
+        chunk = self.response(deltas, usage)
         self._common.pop("prompt_token_ids", None)  # once is enough
         return chunk
 
-    def _with_prompt(self, part: Part) -> Part:
+    def _with_prompt(self, delta: Delta) -> Delta:
         """Unchanged if there is nothing to echo: the prompt of an aborted request may not have been scored."""
-        if part.prompt is None:
-            return part
+        if delta.prompt is None:
+            return delta
         prompt = self.body.prompt
-        text = prompt if isinstance(prompt, str) else self.text.decode(part.prompt.token_ids.tolist())
-        return joined(replace(part, text=text, generated=part.prompt), part)
+        text = prompt if isinstance(prompt, str) else self.text.decode(delta.prompt.token_ids.tolist())
+        return joined(replace(delta, text=text, generated=delta.prompt), delta)
 
-    def _text_logprobs(self, part: Part) -> TextLogprobs | None:
+    def _text_logprobs(self, delta: Delta) -> TextLogprobs | None:
         if self.body.logprobs is None:
             return None
-        tokens, logprobs = self._logprobs(part)
+        tokens, logprobs = self._logprobs(delta)
         return TextLogprobs(tokens=tokens, token_logprobs=logprobs)
 
 
-class ChatReply(Reply):
+class ChatResponseBuilder(ResponseBuilder):
     body: ChatRequest
 
     def __init__(self, model: str, body: ChatRequest, prompts: Sequence[Sequence[int]], text: Tokenizing) -> None:
         super().__init__(model, body, prompts, text)
         self._begun: set[int] = set()  # choices whose role has been sent
 
-    def response(self, parts: Sequence[Part], usage: Usage | None) -> str:
+    def response(self, deltas: Sequence[Delta], usage: Usage | None) -> str:
         choices = [
             MessageChoice(
-                **self._fields(part), message=AssistantMessage(content=part.text), logprobs=self._chat_logprobs(part)
+                **self._fields(delta), message=AssistantMessage(content=delta.text), logprobs=self._chat_logprobs(delta)
             )
-            for part in parts
+            for delta in deltas
         ]
         return ChatResponse(**self._common, choices=choices, usage=usage).model_dump_json()
 
-    def chunk(self, parts: Sequence[Part], usage: Usage | None = None) -> str:
+    def chunk(self, deltas: Sequence[Delta], usage: Usage | None = None) -> str:
         choices = []
-        for part in parts:
-            delta = AssistantMessage(role=None if part.index in self._begun else "assistant", content=part.text)
-            self._begun.add(part.index)
-            choices.append(DeltaChoice(**self._fields(part), delta=delta, logprobs=self._chat_logprobs(part)))
+        for delta in deltas:
+            message = AssistantMessage(role=None if delta.index in self._begun else "assistant", content=delta.text)
+            self._begun.add(delta.index)
+            choices.append(DeltaChoice(**self._fields(delta), delta=message, logprobs=self._chat_logprobs(delta)))
         chunk = ChatChunk(**self._common, choices=choices, usage=usage).model_dump_json()
         self._common.pop("prompt_token_ids", None)  # once is enough
         return chunk
 
-    def _chat_logprobs(self, part: Part) -> ChatLogprobs | None:
+    def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        pairs = zip(*self._logprobs(part), strict=True)
+        pairs = zip(*self._logprobs(delta), strict=True)
         return ChatLogprobs(content=[TokenLogprob(token=token, logprob=logprob) for token, logprob in pairs])
 
 
@@ -129,8 +129,8 @@ def finite_or_none(logprobs: Float32Array) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in logprobs.tolist()]
 
 
-def joined(first: Part, second: Part) -> Part:
-    """Two parts of one choice as one."""
+def joined(first: Delta, second: Delta) -> Delta:
+    """Two deltas of one choice as one."""
     generated = GeneratedTokens.joined([first.generated, second.generated])
     return replace(second, text=first.text + second.text, generated=generated)
 

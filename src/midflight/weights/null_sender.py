@@ -10,7 +10,7 @@ from torch import Tensor
 from midflight.types import TensorSpec
 
 
-class WeightDrain:
+class NullSender:
     """Asks for every tensor and keeps none."""
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:

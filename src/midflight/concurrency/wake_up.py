@@ -20,7 +20,7 @@ def deadline_after(timeout_s: float | None) -> float:
     return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
-class Doorbell:
+class WakeUp:
     """A named FIFO: one side rings, another waits. A ring means "look again"; it may be stale or lost, never relied on.
 
     Of several that wait at one doorbell a ring wakes one; the others look again by themselves.
@@ -38,7 +38,7 @@ class Doorbell:
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         with suppress(BlockingIOError):  # full of rings nobody waited for: one more says nothing new
             os.write(self._fd, b"!")
 

@@ -32,7 +32,7 @@ _M_MMAP_THRESHOLD = -3  # of <malloc.h>
 _LARGE_BYTES = 1 << 20
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """This process among those that train together."""
 
     @property
@@ -41,7 +41,7 @@ class Ranks(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def agree(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """Rank 0's value."""
         ...
 
@@ -50,26 +50,26 @@ class Ranks(Protocol):
         ...
 
 
-class OneRank:
+class SingleProcessGroup:
     """A process that trains alone."""
 
     rank, num_ranks = 0, 1
 
-    def agree(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         return value
 
     def gather(self, message: bytes) -> list[bytes]:
         return [message]
 
 
-class RankGroup:
+class DistributedGroup:
     """One of several; `mesh` is what parameters are sharded over."""
 
     def __init__(self, rank: int, num_ranks: int, device_type: str) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self.mesh: DeviceMesh = init_device_mesh(device_type, (num_ranks,))
 
-    def agree(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         agreed = torch.tensor([value])
         dist.broadcast(agreed, src=0)
         return int(agreed)
@@ -86,10 +86,10 @@ class RankGroup:
 
 
 @contextlib.contextmanager
-def join_ranks(
-    meeting_point: Path, rank: int, num_ranks: int, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S
-) -> Iterator[RankGroup]:
-    """The group, once all ranks are there. `meeting_point`: a file that did not exist before the first of them came.
+def join_process_group(
+    rendezvous: Path, rank: int, num_ranks: int, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S
+) -> Iterator[DistributedGroup]:
+    """The group, once all ranks are there. `rendezvous`: a file that did not exist before the first of them came.
 
     Messages travel over gloo on the loopback interface, gradients and parameters on CUDA over NCCL.
     Raises: ConnectionError, also from the body of the `with`, if another rank is lost or late.
@@ -104,12 +104,12 @@ def join_ranks(
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=FileStore(str(meeting_point), num_ranks),
+            store=FileStore(str(rendezvous), num_ranks),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-        yield RankGroup(rank, num_ranks, device.type)
+        yield DistributedGroup(rank, num_ranks, device.type)
     except RuntimeError as error:
         # Gloo has no errors of its own.
         if isinstance(error, dist.DistError) or "gloo" in str(error):

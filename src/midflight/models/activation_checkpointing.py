@@ -26,7 +26,7 @@ def check_layers(model: Any) -> None:
         )
 
 
-def recompute_layers(model: Any) -> None:
+def checkpoint_layers(model: Any) -> None:
     """From now on each decoder layer keeps its input only, and is computed again in the backward pass.
 
     Gradients stay the same to the last bit: nothing in a layer is random, as models are in evaluation mode. Names of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from midflight.trainer.shares import Share, share_of
+from midflight.trainer.local_batch import LocalBatch, local_batch_of
 from midflight.types import Microbatch
 
 from .test_loop import batch
@@ -19,8 +19,10 @@ def microbatch(num_tokens: int) -> Microbatch:
     return replace(made, token_ids=np.zeros(num_tokens, np.int32))
 
 
-def lengths(share: Share) -> tuple[list[int], list[int]]:
-    return [len(each.token_ids) for each in share.microbatches], [len(each.token_ids) for each in share.fillers]
+def lengths(local: LocalBatch) -> tuple[list[int], list[int]]:
+    return [len(each.token_ids) for each in local.microbatches], [
+        len(each.token_ids) for each in local.dummy_microbatches
+    ]
 
 
 @pytest.mark.parametrize(
@@ -36,5 +38,5 @@ def lengths(share: Share) -> tuple[list[int], list[int]]:
     ids=["equal", "unequal", "one empty", "both empty", "made for one rank", "made for three"],
 )
 def test_all_ranks_do_as_many_passes(made_for: list[list[int]], expected: list[tuple[list[int], list[int]]]) -> None:
-    shared = replace(batch(0, 1.0), microbatches=[[microbatch(each) for each in share] for share in made_for])
-    assert [lengths(share_of(shared, rank, 2)) for rank in range(2)] == expected
+    shared = replace(batch(0, 1.0), microbatches=[[microbatch(each) for each in local] for local in made_for])
+    assert [lengths(local_batch_of(shared, rank, 2)) for rank in range(2)] == expected

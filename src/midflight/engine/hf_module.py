@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
 
 from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
@@ -75,9 +74,6 @@ def paged_attention(
     return attended.view(1, num_tokens, -1, head_dim), None
 
 
-AttentionInterface.register(PAGED_ATTENTION, paged_attention)
-
-
 class ModuleWeights:
     """One instance of the module, and what fills its parameters."""
 
@@ -126,6 +122,10 @@ class HfModule(UpdatedInFlight[ModuleWeights]):
 
 def module_of(config: Any, dtype: torch.dtype) -> Any:
     """A causal LM with the engine's attention, in evaluation mode; its weights have no particular values."""
+    # Takes seconds to import, and the fused decoder needs none of it.
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(PAGED_ATTENTION, paged_attention)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION).eval()
 
 

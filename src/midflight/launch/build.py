@@ -36,7 +36,6 @@ from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
 from midflight.protocols import Reference, Schedule, Tokenizer, TrainerBackend, WeightSender
 from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
-from midflight.trainer.fsdp import ShardedTrainer
 from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.policies import PolicySettings, check_policy
 from midflight.trainer.process_group import DistributedGroup, ProcessGroup, SingleProcessGroup, join_process_group
@@ -129,6 +128,8 @@ def build_trainer(recipe: Recipe, sender: WeightSender, group: ProcessGroup = _S
             recipe.model.path, optimizer, sender, group.num_ranks, config.zero_stage, policy, device
         )
     if isinstance(group, DistributedGroup):
+        from midflight.trainer.fsdp import ShardedTrainer  # with FSDP, which takes long to import
+
         return ShardedTrainer(recipe.model.path, optimizer, sender, group.mesh, policy, device)
     return SingleProcessTrainer(recipe.model.path, optimizer, sender, policy, device)
 

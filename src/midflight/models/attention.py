@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
 from midflight.types import Int64Array, Microbatch
 
@@ -146,4 +145,12 @@ def masked_attention(
     return (probabilities @ value.repeat_interleave(num_groups, 1).float()).to(query.dtype)
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+def register_packed_attention() -> str:
+    """Make `packed_attention` known to transformers; return the name to load models with.
+
+    transformers imports its model code here, which takes seconds. Processes that build no such model never call this.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    return PACKED_ATTENTION

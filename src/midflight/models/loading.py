@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from midflight.errors import ModelError
-from midflight.models.attention import PACKED_ATTENTION
+from midflight.models.attention import register_packed_attention
 from midflight.protocols import Tokenizer
 
 Named = tuple[str, Tensor]
@@ -93,7 +93,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
     """The model with packed attention, in evaluation mode (no dropout: engine and trainer must agree)."""
     with _readable(path), quiet():
         model = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, dtype=dtype, attn_implementation=PACKED_ATTENTION
+            path, local_files_only=True, dtype=dtype, attn_implementation=register_packed_attention()
         )
     return model.eval()  # type: ignore[no-any-return]
 
@@ -108,7 +108,7 @@ def load_skeleton(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model without memory for its weights: for its modules and their names."""
     with _readable(path), torch.device("meta"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_packed_attention())
 
 
 def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -38,8 +38,11 @@ _MAX_TICK_S = 1.0
 
 
 def warm_up() -> None:
-    """Start the fork server unless it runs. It imports in the background what every worker needs."""
-    multiprocessing.set_forkserver_preload(["midflight.run.workers"])
+    """Start the fork server unless it runs. It imports in the background what workers need.
+
+    The trainer builds its model with transformers' own code, which the process of the supervisor never imports.
+    """
+    multiprocessing.set_forkserver_preload(["midflight.run.workers", "transformers.modeling_utils"])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -23,7 +23,7 @@ from transformers import (
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.loading import engine_model
-from midflight.models.attention import PACKED_ATTENTION
+from midflight.models.attention import register_packed_attention
 from midflight.models.loading import weights_of
 
 VOCAB_SIZE = 44
@@ -39,7 +39,7 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
         "num_key_value_heads": 2,
         "intermediate_size": 48,
         "max_position_embeddings": 512,
-        "attn_implementation": PACKED_ATTENTION,
+        "attn_implementation": register_packed_attention(),
     }
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),

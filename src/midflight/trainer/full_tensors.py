@@ -7,27 +7,37 @@ one piece of bytes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from midflight.models.loading import Named
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 _ALIGNMENT_BYTES = 8  # of the largest dtype
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return True for a DTensor. Processes that shard nothing never import that class, which takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows of it; itself, if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> slice | None:
     """Which rows those are, none if start and stop are equal; None: it is not sharded."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return None
     mesh, num_rows = tensor.device_mesh, len(tensor)
     size = _rows_per_rank(num_rows, mesh.size())
@@ -42,7 +52,7 @@ def full_tensors(tensors: Iterable[Named], bucket_bytes: int = DEFAULT_BUCKET_BY
     """
     detached = ((name, tensor.detach()) for name, tensor in tensors)
     for bucket in in_buckets(detached, bucket_bytes):
-        yield from _gather(bucket) if isinstance(bucket[0][1], DTensor) else bucket
+        yield from _gather(bucket) if is_sharded(bucket[0][1]) else bucket
 
 
 def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
@@ -61,7 +71,7 @@ def in_buckets(
     used = 0
     for name, tensor in tensors:
         size = num_bytes(tensor)
-        if bucket and (isinstance(tensor, DTensor) != isinstance(bucket[0][1], DTensor) or used + size > bucket_bytes):
+        if bucket and (is_sharded(tensor) != is_sharded(bucket[0][1]) or used + size > bucket_bytes):
             yield bucket
             bucket, used = [], 0
         bucket.append((name, tensor))

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of, saved_tensors_of
 from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
-from midflight.trainer.full_tensors import full_tensors
+from midflight.trainer.full_tensors import full_tensors, is_sharded
 from midflight.trainer.policies import (
     ADAPTER_DIRECTORY,
     PLAIN_POLICY,
@@ -110,7 +109,7 @@ class SingleProcessTrainer:
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
         """Clip, step, and forget the gradients. A gradient that is not finite changes nothing."""
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._optimizer_settings.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = float(norm.full_tensor() if is_sharded(norm) else norm)
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self._optimizer.param_groups:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config import describe_recipe, dump_toml, load_recipe
-from midflight.config.algorithms import GroupAdvantageConfig
+from midflight.config.algorithms import GroupAdvantageConfig, ValueAdvantageConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.config.sections import (
     EmbeddedEngineConfig,
@@ -18,6 +18,7 @@ from midflight.config.sections import (
 )
 from midflight.errors import RecipeError
 from midflight.run.directory import open_run
+from narrowing import instance
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -337,7 +338,7 @@ def test_every_key_is_described() -> None:
 
 def test_a_baseline_and_its_options_come_in_any_order(recipe_file: Path) -> None:
     advantage = load_recipe(recipe_file, ["advantage.gae_lambda=0.9", "advantage.type=value"]).advantage
-    assert (advantage.type, advantage.gae_lambda) == ("value", 0.9)
+    assert instance(advantage, ValueAdvantageConfig).gae_lambda == 0.9
 
 
 def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,6 +138,14 @@ class DigitTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(str(token_id) for token_id in token_ids)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, return_dict: bool
+    ) -> list[int]:
+        raise ValueError("DigitTokenizer has no chat template")
+
+    def save_pretrained(self, save_directory: Path) -> None:
+        """Write nothing: the vocabulary is in this class."""
 
 
 class InProcessWeights:

@@ -39,7 +39,7 @@ class ScheduledActor(Actor):
 
     def chosen(self) -> ChosenBatch | None:
         choice = self.schedule.choose_batch(self.fleet(0), self.ledger.ready)
-        return choice and self.take(choice)
+        return None if choice is None else self.take(choice)
 
 
 def actor_with(

@@ -39,7 +39,7 @@ GROUP_SIZE = 4
 def tokens(rollout_id: int, length: int) -> GeneratedTokens:
     """Those that this rollout always has."""
     token_ids = np.arange(length, dtype=np.int32) + 1000 * rollout_id
-    return GeneratedTokens(token_ids, -token_ids.astype(np.float32) / 7, token_ids // 10)
+    return GeneratedTokens(token_ids, -token_ids.astype(np.float32) / np.float32(7), token_ids // 10)
 
 
 def rollout(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from test_kernels import GEOMETRIES, paged_batch, with_nan_elsewhere
 
 from midflight.engine.kernels.gpu import GpuKernels
 from midflight.engine.kernels.reference import ReferenceKernels
+from unit.engine.test_kernels import GEOMETRIES, paged_batch, with_nan_elsewhere
 
 for num_heads, num_kv_heads, head_dim in GEOMETRIES:
     for softcap, window in ((0.0, 0), (3.0, 0), (0.0, 7), (2.0, 300)):

@@ -16,7 +16,7 @@ from midflight.types import GeneratedTokens, GenerationRequest, RolloutId, Sampl
 FOUR_TOKENS, NO_TOKENS = SamplingParams(4), SamplingParams(0)
 
 
-def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_generated: int = 0):
+def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_generated: int = 0) -> GenerationRequest:
     generated = GeneratedTokens(
         np.zeros(num_generated, np.int32), np.zeros(num_generated, np.float32), np.zeros(num_generated, np.int32)
     )
@@ -25,7 +25,7 @@ def request(prompt: list[int], sampling: SamplingParams = FOUR_TOKENS, num_gener
     )
 
 
-def scored(prompt: list[int], sampling: SamplingParams = NO_TOKENS):
+def scored(prompt: list[int], sampling: SamplingParams = NO_TOKENS) -> GenerationRequest:
     return replace(request(prompt, sampling), score_prompt=True)
 
 

@@ -102,7 +102,7 @@ def test_rotary_positions_and_the_cache(
     for kernels in (fast_kernels(num_heads, num_kv_heads, head_dim, dtype), ReferenceKernels()):
         batch, cache = paged_batch(num_kv_heads, head_dim, dtype)
         rope = (angles.cos(), angles.sin())
-        query = kernels.rope_and_store(qkv.clone(), rope, norms, 1e-5, batch, cache.layers[0])  # type: ignore[arg-type]
+        query = kernels.rope_and_store(qkv.clone(), rope, norms, 1e-5, batch, cache.layers[0])
         results.append((query.clone(), cache.layers[0].keys, cache.layers[0].values))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=1e-2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from midflight.envs.chain_sums import ChainSums, Flaws, demonstration, is_held_out, num_terms, solution
 from midflight.errors import RecipeError
-from midflight.protocols import Environment
+from midflight.protocols import GradedTask
 from midflight.types import Problem
 
 EXAMPLE = Problem("example", "a3b9c4:", "16")
@@ -168,9 +168,9 @@ def test_a_solution_is_right_and_shows_its_steps(problem: Problem) -> None:
     assert ChainSums().grade(problem, f"={problem.answer}").components == {"accuracy": 1.0, "shows_steps": 0.0}
 
 
-def test_it_is_an_environment() -> None:
-    environment: Environment = ChainSums()
-    assert len(environment.held_out_problems(3)) == 3
+def test_it_is_a_graded_task() -> None:
+    task: GradedTask = ChainSums()
+    assert len(task.held_out_problems(3)) == 3
 
 
 # --- demonstrations ---------------------------------------------------------------------------------------------

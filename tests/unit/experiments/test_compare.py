@@ -14,6 +14,7 @@ import pytest
 
 from midflight import cli
 from midflight.config import load_recipe
+from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import RecipeError, RunDirectoryError, WorkerError
 from midflight.experiments import compare as compare_module
 from midflight.experiments.compare import Comparison, plan_comparison, run_comparison
@@ -21,6 +22,7 @@ from midflight.experiments.runs import RunLength
 from midflight.experiments.variants import parse_variants
 from midflight.trainer.checkpoints import checkpoints_in, save_checkpoint
 from midflight.trainer.state import TrainerState
+from narrowing import instance
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
 
@@ -124,8 +126,8 @@ def test_the_recipes_own_schedule_keeps_its_keys(runs: FakeRuns, tmp_path: Path)
     comparison = plan("schedule.num_in_flight=24", schedules="conventional,pipeline")
     run_comparison(comparison, tmp_path / "out", silent)
     conventional, pipeline = (load_recipe(RECIPE, overrides).schedule for overrides in runs.overrides)
-    assert (conventional.type, conventional.num_in_flight) == ("conventional", None)
-    assert (pipeline.type, pipeline.num_in_flight) == ("pipeline", 24)
+    assert instance(conventional, ConventionalConfig).num_in_flight is None
+    assert instance(pipeline, PipelineConfig).num_in_flight == 24
 
 
 def test_schedules_alternate_within_a_seed_and_every_run_is_under_the_same_conditions(

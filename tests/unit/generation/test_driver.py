@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from midflight.errors import GenerationError, RequestError, WeightUpdateError
 from midflight.generation.driver import GeneratorDriver, Progress
 from midflight.testing.fakes import ScriptedGenerator
-from midflight.types import FinishReason, GenerationRequest, RolloutId, SamplingParams
+from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
 
 
 class WatchedGenerator(ScriptedGenerator):
@@ -23,26 +25,26 @@ class WatchedGenerator(ScriptedGenerator):
         self.threads: set[str] = set()
         self.num_steps = 0
         self.steps_until_swap = 0
-        self.before_step = lambda: None
+        self.before_step: Callable[[], None] = lambda: None
 
     @property
     def update_pending(self) -> bool:
         return self.steps_until_swap > 0
 
-    def add(self, requests):
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
         self.threads.add(threading.current_thread().name)
         if any(len(request.prompt_token_ids) == 0 for request in requests):
             raise RequestError("no prompt")
         super().add(requests)
 
-    def step(self):
+    def step(self) -> list[Completion]:
         self.threads.add(threading.current_thread().name)
         self.before_step()
         self.num_steps += 1
         self.steps_until_swap = max(0, self.steps_until_swap - 1)
         return super().step()
 
-    def update_weights(self, version: int, weights: Mapping[str, object]) -> None:
+    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
         if version < 0:
             raise WeightUpdateError("negative version")
         super().update_weights(version, weights)
@@ -65,8 +67,14 @@ def request(rollout_id: int, prompt: tuple[int, ...] = (1,)) -> GenerationReques
     return GenerationRequest(RolloutId(rollout_id), np.array(prompt, np.int32), SamplingParams(9), seed=0)
 
 
-def test_everything_happens_in_one_thread_and_only_while_in_flight(driver, generator) -> None:
-    heard: queue.Queue[Progress] = queue.Queue()
+def unheard(progress: Progress | GenerationError) -> None:
+    pytest.fail(f"nobody should hear of {progress}")
+
+
+def test_everything_happens_in_one_thread_and_only_while_in_flight(
+    driver: GeneratorDriver, generator: WatchedGenerator
+) -> None:
+    heard: queue.Queue[Any] = queue.Queue()
     driver.add([request(0), request(1)], heard.put).result()
     for _ in range(2):
         progress = heard.get()
@@ -79,24 +87,24 @@ def test_everything_happens_in_one_thread_and_only_while_in_flight(driver, gener
     assert driver.counters.generated_tokens == 8
 
 
-def test_chunks(driver) -> None:
-    heard: queue.Queue[Progress] = queue.Queue()
+def test_chunks(driver: GeneratorDriver) -> None:
+    heard: queue.Queue[Any] = queue.Queue()
     driver.add([request(0)], heard.put, chunk_tokens=3).result()
     assert [len(heard.get().generated) for _ in range(2)] == [3, 1]
 
 
-def test_a_request_that_does_not_fit_is_its_own_problem(driver) -> None:
-    heard: queue.Queue[Progress] = queue.Queue()
+def test_a_request_that_does_not_fit_is_its_own_problem(driver: GeneratorDriver) -> None:
+    heard: queue.Queue[Any] = queue.Queue()
     driver.pause().result()
     driver.add([request(0)], heard.put).result()
     with pytest.raises(RequestError, match="no prompt"):
-        driver.add([request(1, prompt=())], pytest.fail).result()
+        driver.add([request(1, prompt=())], unheard).result()
     driver.resume().result()
     assert heard.get().finish_reason is FinishReason.LENGTH
 
 
-def test_paused_means_no_step(driver, generator) -> None:
-    heard: queue.Queue[Progress] = queue.Queue()
+def test_paused_means_no_step(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
+    heard: queue.Queue[Any] = queue.Queue()
     driver.pause().result()
     driver.add([request(0)], heard.put).result()
     driver.abort([]).result()
@@ -107,7 +115,9 @@ def test_paused_means_no_step(driver, generator) -> None:
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_update_is_done_when_it_is_no_longer_pending(driver, generator, paused: bool) -> None:
+def test_an_update_is_done_when_it_is_no_longer_pending(
+    driver: GeneratorDriver, generator: WatchedGenerator, paused: bool
+) -> None:
     """With nothing in flight and even while paused: the steps that it takes are made."""
     if paused:
         driver.pause().result()
@@ -122,20 +132,20 @@ def test_an_update_is_done_when_it_is_no_longer_pending(driver, generator, pause
     assert driver.counters.updates == 1
 
 
-def test_a_step_that_fails_ends_everything(driver, generator) -> None:
+def test_a_step_that_fails_ends_everything(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
     def fail() -> None:
         raise MemoryError("no memory")
 
     generator.before_step = fail
-    heard: queue.Queue[GenerationError] = queue.Queue()
+    heard: queue.Queue[Any] = queue.Queue()
     driver.add([request(0)], heard.put).result()
     assert "MemoryError: no memory" in str(heard.get())
-    for later in (driver.add([request(1)], pytest.fail), driver.pause(), driver.update_weights(1, {})):
+    for later in (driver.add([request(1)], unheard), driver.pause(), driver.update_weights(1, {})):
         with pytest.raises(GenerationError, match="no memory"):
             later.result()
 
 
-def test_an_update_that_a_failing_step_interrupts_fails(driver, generator) -> None:
+def test_an_update_that_a_failing_step_interrupts_fails(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
     def fail() -> None:
         raise MemoryError("no memory")
 
@@ -144,7 +154,7 @@ def test_an_update_that_a_failing_step_interrupts_fails(driver, generator) -> No
         driver.update_weights(1, {}).result()
 
 
-def test_a_command_canceled_in_time_is_not_carried_out(driver, generator) -> None:
+def test_a_command_canceled_in_time_is_not_carried_out(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -152,10 +162,10 @@ def test_a_command_canceled_in_time_is_not_carried_out(driver, generator) -> Non
         go_on.wait()
 
     generator.before_step = hold
-    heard: queue.Queue[Progress] = queue.Queue()
+    heard: queue.Queue[Any] = queue.Queue()
     driver.add([request(0)], heard.put).result()
     entered.wait()
-    canceled = driver.add([request(1)], pytest.fail)
+    canceled = driver.add([request(1)], unheard)
     assert canceled.cancel()
     go_on.set()
     assert heard.get().rollout_id == 0
@@ -163,12 +173,12 @@ def test_a_command_canceled_in_time_is_not_carried_out(driver, generator) -> Non
     assert driver.num_in_flight == 0
 
 
-def test_closing_tells_whoever_waits(generator) -> None:
+def test_closing_tells_whoever_waits(generator: WatchedGenerator) -> None:
     driver = GeneratorDriver(generator)
     driver.pause().result()
-    heard: queue.Queue[GenerationError] = queue.Queue()
+    heard: queue.Queue[Any] = queue.Queue()
     driver.add([request(0)], heard.put).result()
     driver.close()
     assert "shut down" in str(heard.get())
     with pytest.raises(GenerationError, match="shut down"):
-        driver.add([request(1)], pytest.fail).result()
+        driver.add([request(1)], unheard).result()

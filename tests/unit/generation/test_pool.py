@@ -218,7 +218,7 @@ def test_what_had_ended_when_its_engine_was_lost_is_a_completion() -> None:
     controls.pool.add([request(0, num_tokens=2), request(1)])
     controls.pool.step()
     abort = engine.abort
-    engine.abort = lambda ids: abort([each for each in ids if each != 0])  # type: ignore[method-assign]
+    engine.abort = lambda rollout_ids: abort([each for each in rollout_ids if each != 0])  # type: ignore[method-assign]
     controls.defer()
     controls.pool.update_weights(1, {})
     controls.now_s = 1000

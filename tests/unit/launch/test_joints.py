@@ -119,7 +119,7 @@ class Declared:
 
 
 def test_attributes_may_be_declared_or_assigned_by_the_constructor() -> None:
-    joint = Joint("schedule.type", {}, Schedule)
+    joint: Joint[Schedule] = Joint("schedule.type", {}, Schedule)
     with pytest.raises(RecipeError) as raised:
         joint._check_members("here:Declared", Declared)
     assert "colocated" not in str(raised.value)

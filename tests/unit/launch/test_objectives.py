@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def recipe_of(tmp_path: Path):
+def recipe_of(tmp_path: Path) -> Callable[..., Recipe]:
     path = tmp_path / "recipe.toml"
     path.write_text('[model]\npath = "model"\n[schedule]\ntype = "pipeline"\nnum_in_flight = 48\n')
 
@@ -77,7 +78,9 @@ def gradient_of(recipe: Recipe) -> list[float]:
         (["loss.type=decoupled_ppo", "loss.clip_high=1.5", "loss.max_ratio=9"], [-2, 0, 8]),
     ],
 )
-def test_a_recipes_options_reach_the_loss(recipe_of, overrides: list[str], expected: list[float]) -> None:
+def test_a_recipes_options_reach_the_loss(
+    recipe_of: Callable[..., Recipe], overrides: list[str], expected: list[float]
+) -> None:
     assert gradient_of(recipe_of(*overrides)) == pytest.approx(expected)
 
 
@@ -92,13 +95,15 @@ def test_a_recipes_options_reach_the_loss(recipe_of, overrides: list[str], expec
         ("decoupled_ppo", "tokens"),
     ],
 )
-def test_each_loss_has_the_denominator_of_its_paper(recipe_of, loss_type: str, denominator: str) -> None:
+def test_each_loss_has_the_denominator_of_its_paper(
+    recipe_of: Callable[..., Recipe], loss_type: str, denominator: str
+) -> None:
     assert build_objective(recipe_of(f"loss.type={loss_type}")).denominator == denominator
     chosen = build_objective(recipe_of(f"loss.type={loss_type}", "loss.denominator=constant"))
     assert chosen.denominator == "constant"
 
 
-def test_everything_that_is_added_to_a_loss_reaches_the_objective(recipe_of) -> None:
+def test_everything_that_is_added_to_a_loss_reaches_the_objective(recipe_of: Callable[..., Recipe]) -> None:
     objective = build_objective(
         recipe_of(
             "loss.type=decoupled_ppo", "loss.max_ratio=3", "loss.token_mask=[0.5, 2]", "loss.sequence_mask=[0.9, 1.2]",
@@ -129,7 +134,7 @@ def custom(function: str, options: str = "{}") -> list[str]:
     return [f"loss.type={function}", f"loss.options={options}"]
 
 
-def test_a_function_of_ones_own_is_a_loss(recipe_of) -> None:
+def test_a_function_of_ones_own_is_a_loss(recipe_of: Callable[..., Recipe]) -> None:
     recipe = recipe_of(*custom("losses_of_mine:likelihood", "{scale = 2.0}"), "loss.kl_coefficient=0")
     assert gradient_of(recipe) == [-2, -2, -2]
     assert recipe.loss.needs_every_token
@@ -139,7 +144,7 @@ def test_a_function_of_ones_own_is_a_loss(recipe_of) -> None:
     assert output.loss.item() == 3
 
 
-def test_whatever_is_added_is_added_to_ones_own_loss_too(recipe_of) -> None:
+def test_whatever_is_added_is_added_to_ones_own_loss_too(recipe_of: Callable[..., Recipe]) -> None:
     recipe = recipe_of(*custom("losses_of_mine:likelihood", "{scale = 0.0}"), "loss.entropy_coefficient=0.5")
     inputs = three_tokens()
     entropy = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
@@ -157,7 +162,9 @@ def test_whatever_is_added_is_added_to_ones_own_loss_too(recipe_of) -> None:
         ("losses_of_mine:number", "{}", "loss.type: 'losses_of_mine:number' is of type int, not a class or function"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_one_clear_line(recipe_of, function: str, options: str, message: str) -> None:
+def test_a_function_that_cannot_be_used_is_one_clear_line(
+    recipe_of: Callable[..., Recipe], function: str, options: str, message: str
+) -> None:
     with pytest.raises(RecipeError) as raised:
         build_objective(recipe_of(*custom(function, options)))
     assert message in str(raised.value)
@@ -165,7 +172,7 @@ def test_a_function_that_cannot_be_used_is_one_clear_line(recipe_of, function: s
 
 
 @pytest.mark.parametrize("function", ["losses_of_mine", "losses_of_mine.likelihood", ":likelihood", "a:b:c", "a-b:c"])
-def test_what_is_no_import_path_is_refused_with_the_recipe(recipe_of, function: str) -> None:
+def test_what_is_no_import_path_is_refused_with_the_recipe(recipe_of: Callable[..., Recipe], function: str) -> None:
     with pytest.raises(RecipeError, match=r"^loss\.type: "):
         recipe_of(*custom(function))
 

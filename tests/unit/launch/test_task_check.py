@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,12 @@ class NoColumn(Task):
 
 
 class NotAList(Task):
-    def held_out_problems(self, num_problems: int):
+    def held_out_problems(self, num_problems: int) -> Any:
         return None
 
 
 class NotProblems(Task):
-    def problem(self, index: int):
+    def problem(self, index: int) -> Any:
         return "a1:"
 
 
@@ -88,8 +89,9 @@ def recipe(task: type | str, *overrides: str) -> Recipe:
 
 @pytest.mark.parametrize("task", [TakesSeed, TakesAnything])
 def test_a_class_that_takes_a_seed_gets_the_runs(task: type) -> None:
-    assert build_environment(recipe(task, "run.seed=7")).seed == 7  # type: ignore[attr-defined]
-    assert build_environment(recipe(task, "run.seed=7", "task.options.seed=9")).seed == 9  # type: ignore[attr-defined]
+    for options, seed in ((["run.seed=7"], 7), (["run.seed=7", "task.options.seed=9"], 9)):
+        environment: Any = build_environment(recipe(task, *options))
+        assert environment.seed == seed
 
 
 @pytest.mark.parametrize("task", [Task, SpecialTokens])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from midflight.losses.dapo import dapo
 from midflight.losses.decoupled_ppo import decoupled_ppo
 from midflight.losses.grpo import grpo
 from midflight.losses.gspo import gspo
+from midflight.losses.inputs import Loss, LossInputs, LossOutput
 from midflight.losses.ppo import ppo
 from midflight.losses.reinforce import reinforce
 
@@ -21,14 +24,18 @@ def at_ratios(ratios: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return (old + ratios.log()).requires_grad_()
 
 
-def assert_gives(output, policy: torch.Tensor, loss: float, gradient: torch.Tensor, clipped: torch.Tensor) -> None:
+def assert_gives(
+    output: LossOutput, policy: torch.Tensor, loss: float, gradient: torch.Tensor, clipped: torch.Tensor
+) -> None:
     torch.testing.assert_close(output.loss, torch.tensor(loss, dtype=torch.float64))
     torch.testing.assert_close(torch.autograd.grad(output.loss, policy)[0], gradient)
     assert torch.equal(output.token_metrics["clipped_fraction"], clipped)
 
 
 @pytest.mark.parametrize("loss", [grpo, ppo])
-def test_the_clip_stops_what_went_far_enough_in_its_own_direction(inputs_of, loss) -> None:
+def test_the_clip_stops_what_went_far_enough_in_its_own_direction(
+    inputs_of: Callable[..., LossInputs], loss: Loss
+) -> None:
     """Three tokens that weigh 1/3 each, ratios in [0.8, 1.2] are free.
 
     r = 1.5, A = 2:   min(1.5 * 2, 1.2 * 2) = 2.4, clipped
@@ -43,7 +50,9 @@ def test_the_clip_stops_what_went_far_enough_in_its_own_direction(inputs_of, los
 
 
 @pytest.mark.parametrize("loss", [grpo, dapo, ppo])
-def test_the_clip_lets_through_what_went_the_wrong_way_up_to_the_dual_clip(inputs_of, loss) -> None:
+def test_the_clip_lets_through_what_went_the_wrong_way_up_to_the_dual_clip(
+    inputs_of: Callable[..., LossInputs], loss: Loss
+) -> None:
     """Three tokens that weigh 1/3 each; the ranges of all three losses begin at 0.8 and end below 3.
 
     r = 8, A = -1:   min(5 * -1, ...) = -5, a constant: dual clip
@@ -57,7 +66,7 @@ def test_the_clip_lets_through_what_went_the_wrong_way_up_to_the_dual_clip(input
     assert_gives(output, policy, 3.0, tensor(0, 2, -2 / 3), tensor(1, 0, 0))
 
 
-def test_dapo_leaves_more_room_above_than_below(inputs_of) -> None:
+def test_dapo_leaves_more_room_above_than_below(inputs_of: Callable[..., LossInputs]) -> None:
     """Ratios in [0.8, 1.28] are free.
 
     r = 1.25, A = 2:   2.5, gradient 2.5
@@ -71,7 +80,7 @@ def test_dapo_leaves_more_room_above_than_below(inputs_of) -> None:
     assert_gives(output, policy, -1.42, tensor(-2.5 / 3, 0, 0), tensor(0, 1, 1))
 
 
-def test_the_bounds_are_the_callers(inputs_of) -> None:
+def test_the_bounds_are_the_callers(inputs_of: Callable[..., LossInputs]) -> None:
     """In [0.5, 3] with dual clip at 4: r = 2, A = 1 is free; r = 0.6, A = -1 too; r = 4.5, A = -1 counts as 4.
 
     loss = -(2 - 0.6 - 4) / 3
@@ -83,7 +92,9 @@ def test_the_bounds_are_the_callers(inputs_of) -> None:
         assert_gives(output, policy, 2.6 / 3, tensor(-2 / 3, 0.2, 0), tensor(0, 0, 1))
 
 
-def test_gspo_gives_both_tokens_of_a_sequence_the_geometric_mean_of_their_ratios(inputs_of) -> None:
+def test_gspo_gives_both_tokens_of_a_sequence_the_geometric_mean_of_their_ratios(
+    inputs_of: Callable[..., LossInputs],
+) -> None:
     """Sequences of two tokens and one, each counts 1/2; sequence ratios in [0.8, 1.2] are free.
 
     r = 4 and 0.3025, A = 2:  s = sqrt(1.21) = 1.1, s A = 2.2; each token's log pi moves log s by 1/2
@@ -97,7 +108,7 @@ def test_gspo_gives_both_tokens_of_a_sequence_the_geometric_mean_of_their_ratios
     assert_gives(output, policy, -0.7, tensor(-0.55, -0.55, 0), tensor(0, 0, 1))
 
 
-def test_gspo_clips_whole_sequences(inputs_of) -> None:
+def test_gspo_clips_whole_sequences(inputs_of: Callable[..., LossInputs]) -> None:
     """Sequences of one token and two, each counts 1/2.
 
     r = 8, A = -1:          s = 8 counts as 5: -5
@@ -111,13 +122,13 @@ def test_gspo_clips_whole_sequences(inputs_of) -> None:
     assert_gives(output, policy, 1.9, tensor(0, 0, 0), tensor(1, 1, 1))
 
 
-def test_gspo_clips_ratios_that_differ_from_one_by_thousandths(inputs_of) -> None:
+def test_gspo_clips_ratios_that_differ_from_one_by_thousandths(inputs_of: Callable[..., LossInputs]) -> None:
     policy = tensor(3.9e-4, 4.1e-4, -2.9e-4, -3.1e-4)
     inputs = inputs_of(policy, tensor(0, 0, 0, 0), tensor(1, 1, -1, -1), lengths=[1, 1, 1, 1])
     assert gspo(inputs).token_metrics["clipped_fraction"].tolist() == [0, 1, 0, 1]
 
 
-def test_decoupled_ppo_weighs_by_one_ratio_and_clips_the_other(inputs_of) -> None:
+def test_decoupled_ppo_weighs_by_one_ratio_and_clips_the_other(inputs_of: Callable[..., LossInputs]) -> None:
     """pi/pi_prox is clipped to [0.8, 1.2], pi_prox/mu truncated at 5 and constant in the gradient.
 
     weight 2,    r = 1.5, A = 2:   2 * 2.4 = 4.8, clipped
@@ -132,7 +143,7 @@ def test_decoupled_ppo_weighs_by_one_ratio_and_clips_the_other(inputs_of) -> Non
     assert_gives(output, policy, -20.9 / 3, tensor(0, -5.5, 0), tensor(1, 0, 1))
 
 
-def test_decoupled_ppo_has_a_dual_clip_too(inputs_of) -> None:
+def test_decoupled_ppo_has_a_dual_clip_too(inputs_of: Callable[..., LossInputs]) -> None:
     """weight 1, r = 8, A = -1: -5, constant; weight 2, r = 3, A = -2: 2 * -6; weight 4, r = 0.5, A = 0.5: 4 * 0.25.
 
     loss = -(-5 - 12 + 1) / 3
@@ -144,7 +155,9 @@ def test_decoupled_ppo_has_a_dual_clip_too(inputs_of) -> None:
     assert_gives(output, policy, 16 / 3, tensor(0, 4, -1 / 3), tensor(1, 0, 0))
 
 
-def test_decoupled_ppo_around_the_policy_itself_has_the_gradient_of_reinforce(inputs_of) -> None:
+def test_decoupled_ppo_around_the_policy_itself_has_the_gradient_of_reinforce(
+    inputs_of: Callable[..., LossInputs],
+) -> None:
     generator = torch.Generator().manual_seed(0)
     behavior, advantages, log_ratio = torch.randn(3, 50, generator=generator, dtype=torch.float64)
     policy = (behavior + log_ratio).requires_grad_()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from midflight.losses.kl import KL_ESTIMATORS, k2
 from midflight.losses.objective import Objective
 from midflight.losses.ppo import ppo
 from midflight.losses.reinforce import reinforce
+from narrowing import present
 
 LOSSES: dict[str, Loss] = {
     "reinforce": reinforce,
@@ -36,7 +38,7 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture
-def inputs(inputs_of) -> LossInputs:
+def inputs(inputs_of: Callable[..., LossInputs]) -> LossInputs:
     """Three sequences with everything a loss may look at, and weights that differ from token to token."""
     generator = torch.Generator().manual_seed(0)
 
@@ -60,7 +62,7 @@ def inputs(inputs_of) -> LossInputs:
 
 
 def value_and_gradients(loss: Tensor, inputs: LossInputs) -> list[Tensor]:
-    leaves = [inputs.policy_logprobs, inputs.entropy, inputs.values]
+    leaves = [inputs.policy_logprobs, present(inputs.entropy), present(inputs.values)]
     gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
     return [loss.detach(), *gradients]
 
@@ -68,27 +70,28 @@ def value_and_gradients(loss: Tensor, inputs: LossInputs) -> list[Tensor]:
 def kl_by_hand(inputs: LossInputs) -> Tensor:
     """min(5, pi/mu) (ref/pi - 1 - log(ref/pi)), written out."""
     ratio = (inputs.policy_logprobs - inputs.behavior_logprobs).exp()
-    ref_ratio = inputs.ref_logprobs.exp() / inputs.policy_logprobs.exp()
-    estimate = ref_ratio - 1 - inputs.ref_logprobs + inputs.policy_logprobs
+    reference = present(inputs.ref_logprobs)
+    ref_ratio = reference.exp() / inputs.policy_logprobs.exp()
+    estimate = ref_ratio - 1 - reference + inputs.policy_logprobs
     return 0.3 * (inputs.token_weights * torch.where(ratio < 5, ratio, 5.0) * estimate).sum()
 
 
 def kl_of_grpo_by_hand(inputs: LossInputs) -> Tensor:
-    log_ratio = inputs.ref_logprobs - inputs.policy_logprobs
+    log_ratio = present(inputs.ref_logprobs) - inputs.policy_logprobs
     return 0.3 * (inputs.token_weights * (log_ratio.exp() - 1 - log_ratio)).sum()
 
 
 def entropy_by_hand(inputs: LossInputs) -> Tensor:
-    return -0.2 * (inputs.token_weights * inputs.entropy).sum()
+    return -0.2 * (inputs.token_weights * present(inputs.entropy)).sum()
 
 
 def values_by_hand(inputs: LossInputs) -> Tensor:
-    low, high = inputs.proximal_values - 0.4, inputs.proximal_values + 0.4
-    errors = [(each - inputs.returns) ** 2 for each in (inputs.values, inputs.values.clamp(low, high))]
+    values, proximal, returns = present(inputs.values), present(inputs.proximal_values), present(inputs.returns)
+    errors = [(each - returns) ** 2 for each in (values, values.clamp(proximal - 0.4, proximal + 0.4))]
     return 0.7 * (inputs.token_weights * torch.stack(errors).amax(0)).sum() / 2
 
 
-TERMS: dict[str, tuple[dict[str, object], Callable[[LossInputs], Tensor]]] = {
+TERMS: dict[str, tuple[dict[str, Any], Callable[[LossInputs], Tensor]]] = {
     "kl": ({"kl_coefficient": 0.3}, kl_by_hand),
     "kl of grpo": ({"kl_coefficient": 0.3, "kl_unbiased": False}, kl_of_grpo_by_hand),
     "entropy": ({"entropy_coefficient": 0.2}, entropy_by_hand),
@@ -195,12 +198,13 @@ def test_a_token_is_left_out_if_either_mask_says_so(policy_loss: Loss, inputs: L
 @every_loss
 def test_masks_leave_the_value_function_alone(policy_loss: Loss, inputs: LossInputs) -> None:
     """An off-policy token says as much about the reward as any other."""
-    options = {"gae_lambda": 1.0, "value_coefficient": 0.7, "value_clip": 0.4}
+    options: dict[str, Any] = {"gae_lambda": 1.0, "value_coefficient": 0.7, "value_clip": 0.4}
     masked = Objective(policy_loss, token_mask=(0.9, 1.1), **options)(inputs)
     assert masked.token_metrics["ratio/masked_fraction"].any()
-    (gradient,) = torch.autograd.grad(masked.loss, inputs.values)
-    torch.testing.assert_close(gradient, torch.autograd.grad(values_by_hand(inputs), inputs.values)[0])
-    squared_error = (inputs.values - inputs.returns).detach() ** 2
+    values = present(inputs.values)
+    (gradient,) = torch.autograd.grad(masked.loss, values)
+    torch.testing.assert_close(gradient, torch.autograd.grad(values_by_hand(inputs), values)[0])
+    squared_error = (values - present(inputs.returns)).detach() ** 2
     torch.testing.assert_close(masked.token_metrics["value/squared_error"], squared_error)
 
 
@@ -225,7 +229,7 @@ def test_the_gradient_of_the_kl_is_that_of_finite_differences(
             torch.autograd.grad(total, inputs.policy_logprobs)[0]
             for total in (
                 kl(inputs.policy_logprobs).sum(),
-                (constant * k2(inputs.ref_logprobs - inputs.policy_logprobs)).sum(),
+                (constant * k2(present(inputs.ref_logprobs) - inputs.policy_logprobs)).sum(),
             )
         )
         torch.testing.assert_close(weighed, plain)

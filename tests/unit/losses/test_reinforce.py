@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from midflight.losses.inputs import LossInputs
 from midflight.losses.reinforce import reinforce
 
 
-def test_three_tokens_by_hand(inputs_of) -> None:
+def test_three_tokens_by_hand(inputs_of: Callable[..., LossInputs]) -> None:
     """Ratios 2, 0.5 and 8 (truncated to 5); the ratio carries no gradient, so d loss / d logpi = -min(c, r) * A / n."""
     behavior = torch.tensor([-2.0, -1.0, -3.0], dtype=torch.float64)
     ratios = torch.tensor([2.0, 0.5, 8.0], dtype=torch.float64)
@@ -25,7 +27,7 @@ def test_three_tokens_by_hand(inputs_of) -> None:
     torch.testing.assert_close(gradient, torch.tensor([-0.5, 0.0625, -2.5], dtype=torch.float64))
 
 
-def test_five_is_the_default_truncation(inputs_of) -> None:
+def test_five_is_the_default_truncation(inputs_of: Callable[..., LossInputs]) -> None:
     policy = torch.zeros(1, requires_grad=True)
     loss = reinforce(inputs_of(policy, torch.tensor([-10.0]), torch.tensor([1.0]))).loss
     (gradient,) = torch.autograd.grad(loss, policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midflight.losses.denominators import BatchCounts
+from midflight.losses.inputs import LossInputs
 from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
 from midflight.losses.value import generalized_advantages, value_loss
@@ -20,6 +21,7 @@ from midflight.protocols import PolicyOutputs
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
 from midflight.trainer.inputs import loss_inputs
 from midflight.types import RolloutId, Trajectory
+from narrowing import present
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -71,7 +73,7 @@ def test_the_doubling_sum_is_the_plain_loop(sequences: list[tuple[list[float], f
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_value_loss_by_hand(inputs_of) -> None:
+def test_the_value_loss_by_hand(inputs_of: Callable[..., LossInputs]) -> None:
     """Values may move by 0.2 from 0; returns 1, 0.1, -1 and 0; tokens weigh 1/4, and squares are halved.
 
     v = 0.1:  within: (0.1 - 1)^2 = 0.81, gradient 2 * -0.9
@@ -101,10 +103,11 @@ def test_the_gradient_of_the_value_head_is_that_of_finite_differences(moved: boo
         )
     (microbatch,) = pack(trajectories, 64)
     policy = PackedPolicy(tiny_model(), temperature=1.0, with_values=True).double()
+    head = present(policy.value_head)
     objective = Objective(reinforce, gae_lambda=0.9, value_coefficient=1.0)
     counts = BatchCounts(num_tokens=17, num_sequences=3, max_response_tokens=12)
     with torch.no_grad():
-        policy.value_head.weight.copy_(0.1 * torch.randn(policy.value_head.weight.shape, generator=generator))
+        head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=generator))
         scores, old_values = policy(microbatch)
     shift = 0.3 * torch.randn(len(old_values), generator=generator) if moved else 0.0
     proximal = PolicyOutputs(scores.logprobs, scores.entropy, old_values + shift)
@@ -115,12 +118,12 @@ def test_the_gradient_of_the_value_head_is_that_of_finite_differences(moved: boo
         outputs = PolicyOutputs(scores.logprobs, scores.entropy, values)
         return value_loss(loss_inputs(microbatch, outputs, proximal, counts, objective), clip=0.2)
 
-    leaves = [each.detach().clone().requires_grad_() for each in policy.value_head.parameters()]
+    leaves = [each.detach().clone().requires_grad_() for each in head.parameters()]
     assert all(gradient.abs().max() > 0.01 for gradient in torch.autograd.grad(loss_of(*leaves), leaves))
     assert torch.autograd.gradcheck(loss_of, leaves)
 
 
-def test_a_baseline_that_saw_its_own_token_leaves_no_gradient(inputs_of) -> None:
+def test_a_baseline_that_saw_its_own_token_leaves_no_gradient(inputs_of: Callable[..., LossInputs]) -> None:
     """A bandit, all arms enumerated: the values before the token give the policy gradient, those after it nothing.
 
     The reward's expectation is sum_a pi(a) q(a); its gradient is exact here, and so are both baselines.

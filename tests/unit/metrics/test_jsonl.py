@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ def write_versions(path: Path, *versions: int, torn: str = "") -> None:
     path.write_text("".join(json.dumps({"version": version}) + "\n" for version in versions) + torn)
 
 
-def versions(lines: list[dict]) -> list[int]:
+def versions(lines: list[dict[str, Any]]) -> list[int]:
     return [line["version"] for line in lines]
 
 

@@ -35,7 +35,8 @@ def test_filled_in_it_is_the_model_that_an_ordinary_load_makes(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     tiny_model(family, **options).save_pretrained(tmp_path)
-    expected, model = load_model(tmp_path), empty_model(tmp_path)
+    expected: Any = load_model(tmp_path)
+    model: Any = empty_model(tmp_path)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
     assert all(parameter.is_meta for parameter in model.parameters())
     buffers = dict(model.named_buffers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_it_is_converted_once_and_can_add(tmp_path: Path, monkeypatch: pytest.Mo
     assert (directory / "model.safetensors").stat().st_mtime_ns == converted_at
     assert [path.name for path in (tmp_path / "midflight").iterdir()] == [directory.name]  # no scratch left behind
 
-    tokenizer = load_tokenizer(directory)
+    tokenizer: Any = load_tokenizer(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     assert model.dtype == torch.bfloat16
     assert model.num_parameters() == 134_515_008

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from midflight.config import load_recipe
 from midflight.errors import ModelError
@@ -23,7 +24,8 @@ BOS, EOS, UNK = 1, 2, 3
 
 
 def generated(*token_ids: int) -> GeneratedTokens:
-    return GeneratedTokens(np.array(token_ids, np.int32), np.zeros(len(token_ids)), np.zeros(len(token_ids), np.int32))
+    zeros = np.zeros(len(token_ids), np.float32)
+    return GeneratedTokens(np.array(token_ids, np.int32), zeros, zeros.astype(np.int32))
 
 
 @pytest.fixture
@@ -32,21 +34,21 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def adds_bos(model: Path):
+def adds_bos(model: Path) -> PreTrainedTokenizerFast:
     """A tokenizer that puts BOS before every text, as Llama's does."""
-    tokenizer = load_tokenizer(model)
+    tokenizer: PreTrainedTokenizerFast = load_tokenizer(model)
     post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     tokenizer._tokenizer.post_processor = post_processor
     return tokenizer
 
 
-def test_bos_comes_once_whether_the_text_has_it_or_not(adds_bos) -> None:
+def test_bos_comes_once_whether_the_text_has_it_or_not(adds_bos: PreTrainedTokenizerFast) -> None:
     a = adds_bos.convert_tokens_to_ids("a")
     assert encode_prompt(adds_bos, "a") == [BOS, a]
     assert encode_prompt(adds_bos, "<bos>a") == [BOS, a]
 
 
-def test_a_chat_template_that_writes_bos_gets_no_second_one(adds_bos) -> None:
+def test_a_chat_template_that_writes_bos_gets_no_second_one(adds_bos: PreTrainedTokenizerFast) -> None:
     adds_bos.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert encode_chat(adds_bos, [{"role": "user", "content": "a"}]) == encode_prompt(adds_bos, "a")
 
@@ -76,7 +78,7 @@ def test_a_default_of_transformers_stops_nothing(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"model_type": "llama"}
     del config["eos_token_id"]
     (model / "config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer: PreTrainedTokenizerFast = load_tokenizer(MODEL)
     tokenizer.eos_token = None
     assert stop_token_ids(model, tokenizer) == ()
 

@@ -45,7 +45,8 @@ def rollout(
 ) -> Rollout:
     """Token ids and log-probabilities that tell which rollout and which of its tokens they are."""
     tokens = np.arange(length, dtype=np.int32) + 100 * (number + 1)
-    generated = GeneratedTokens(tokens, -tokens.astype(np.float32) / 1000, np.array(versions or [5] * length, np.int32))
+    logprobs = -tokens.astype(np.float32) / np.float32(1000)
+    generated = GeneratedTokens(tokens, logprobs, np.array(versions or [5] * length, np.int32))
     reason = FinishReason.LENGTH if cut_off else FinishReason.STOP
     group_id = GroupId(number // 2)
     return Rollout(
@@ -167,7 +168,7 @@ def test_equal_rewards_in_every_group_are_a_counted_batch_without_microbatches(
     """Rewards no float holds exactly, different from group to group."""
     rollouts = [rollout(number, 3, (0.1, 0.7)[number // 3]) for number in range(6)]
     groups = groups_of(*rollouts, size=3)
-    settings = {"advantage": ADVANTAGES[name], "normalize_advantages": normalize_advantages}
+    settings: dict[str, Any] = {"advantage": ADVANTAGES[name], "normalize_advantages": normalize_advantages}
     batch = batch_of(groups, **settings)
     assert batch.microbatches == [[]]
     assert batch.metrics["without_gradient_fraction"] == 1.0

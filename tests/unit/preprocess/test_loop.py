@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from midflight.errors import StreamError
 from midflight.preprocess.advantages import group_mean
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
+from midflight.protocols import Record
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.tracing.spans import Tracer
@@ -35,6 +38,7 @@ from midflight.types import (
     Segment,
     TrainingBatch,
 )
+from narrowing import present
 
 GROUP_SIZE, NUM_GROUPS = 3, 2
 CLOCK = "time/preprocess_s"
@@ -48,6 +52,9 @@ class HalfAsLikely:
 
 
 PREPROCESSING = Preprocessing(group_mean, max_tokens=64, max_response_tokens=20, reference=HalfAsLikely())
+
+
+T = TypeVar("T")
 
 
 class KilledError(Exception):
@@ -66,21 +73,21 @@ class Life:
             raise KilledError
 
 
-class Mortal(MemoryStream):
+class Mortal(MemoryStream[Record]):
     """A stream that outlives the process that uses it."""
 
     life = Life(10**9)
 
-    def append(self, record: object, timeout_s: float | None = None) -> int | None:
+    def append(self, record: Record, timeout_s: float | None = None) -> int | None:
         return self._between_two_moments(lambda: super(Mortal, self).append(record, timeout_s))
 
-    def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[object]:
+    def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         return self._between_two_moments(lambda: super(Mortal, self).read(from_offset, max_records, timeout_s=0))
 
     def trim(self, before_offset: int) -> None:
         self._between_two_moments(lambda: super(Mortal, self).trim(before_offset))
 
-    def _between_two_moments(self, act: Callable[[], object]) -> object:
+    def _between_two_moments(self, act: Callable[[], T]) -> T:
         self.life.go_on()
         result = act()
         self.life.go_on()
@@ -137,9 +144,13 @@ def in_process(num_batches: int) -> list[bytes]:
     return [message(batch) for batch in batches.read(0, 100)]
 
 
-def loop_between(groups: MemoryStream, batches: MemoryStream) -> PreprocessLoop:
+def loop_between(groups: MemoryStream[ChosenBatch], batches: MemoryStream[TrainingBatch]) -> PreprocessLoop:
     tracer = Tracer(None, "test")
     return PreprocessLoop(groups, batches, Preprocessor(PREPROCESSING, tracer), tracer)
+
+
+def has_reached(stream: MemoryStream[TrainingBatch], offset: int) -> bool:
+    return stream.next_offset() == offset
 
 
 lives = st.tuples(st.integers(0, 3), st.integers(0, 25))  # records handed over before it, moments until it is killed
@@ -147,7 +158,8 @@ lives = st.tuples(st.integers(0, 3), st.integers(0, 25))  # records handed over 
 
 @given(st.lists(lives, max_size=12))
 def test_wherever_it_is_killed_each_batch_is_made_exactly_once(lives: list[tuple[int, int]]) -> None:
-    groups, batches = Mortal(capacity=100), Mortal(capacity=100)
+    groups: Mortal[ChosenBatch] = Mortal(capacity=100)
+    batches: Mortal[TrainingBatch] = Mortal(capacity=100)
     codec = Codec(ChosenBatch)
     num_records = 0
     for num_new, num_moments in [*lives, (1, 10**6)]:
@@ -157,7 +169,7 @@ def test_wherever_it_is_killed_each_batch_is_made_exactly_once(lives: list[tuple
         num_records += num_new
         groups.life = batches.life = Life(num_moments)
         with contextlib.suppress(KilledError):
-            loop_between(groups, batches).run(lambda end=num_records: batches.next_offset() == end)
+            loop_between(groups, batches).run(partial(has_reached, batches, num_records))
             assert batches.next_offset() == num_records
         groups.life = batches.life = Life(10**6)
         assert batches.next_offset() <= num_records
@@ -171,7 +183,8 @@ def test_wherever_it_is_killed_each_batch_is_made_exactly_once(lives: list[tuple
 
 
 def test_records_whose_batches_are_there_are_trimmed() -> None:
-    groups, batches = MemoryStream(capacity=100), MemoryStream(capacity=100)
+    groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=100)
+    batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
     for index in range(5):
         groups.append(chosen(index))
     loop_between(groups, batches).run(lambda: batches.next_offset() == 3)
@@ -203,7 +216,8 @@ def test_a_batch_waits_for_room_and_a_stop_request_ends_the_wait() -> None:
 
 
 def test_the_reference_and_the_actor_reach_the_batch() -> None:
-    groups, batches = MemoryStream(capacity=1), MemoryStream(capacity=1)
+    groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=1)
+    batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=1)
     groups.append(chosen(0))
     loop_between(groups, batches).run(lambda: batches.next_offset() == 1)
     (batch,) = batches.read(0)
@@ -211,5 +225,5 @@ def test_the_reference_and_the_actor_reach_the_batch() -> None:
     assert batch.metrics["in_flight"] == 0.0
     assert batch.group_ids == [0, 1]
     for microbatch in batch.microbatches[0]:
-        ratio = np.exp(microbatch.ref_logprobs - microbatch.behavior_logprobs)[microbatch.loss_mask]
+        ratio = np.exp(present(microbatch.ref_logprobs) - microbatch.behavior_logprobs)[microbatch.loss_mask]
         np.testing.assert_allclose(ratio, 0.5, rtol=1e-6)

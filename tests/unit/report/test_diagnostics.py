@@ -12,7 +12,7 @@ import pytest
 from midflight.errors import RunDirectoryError
 from midflight.report.diagnostics import plot_diagnostics
 
-MISMATCH = {"mismatch/mean": 1e-7, "mismatch/max": 1e-6, "mismatch/tokens": 9.0}
+MISMATCH: dict[str, Any] = {"mismatch/mean": 1e-7, "mismatch/max": 1e-6, "mismatch/tokens": 9.0}
 
 
 def make_run(directory: Path, num_steps: int = 5, **others: Any) -> Path:

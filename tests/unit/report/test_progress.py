@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from midflight.report import progress
 from midflight.report.progress import LiveView, failure_warning, print_summary
 
 Line = dict[str, Any]
@@ -135,7 +134,7 @@ def test_a_terminal_is_redrawn_and_ends_with_one_plain_line() -> None:
 
 def test_without_a_terminal_there_is_one_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("midflight.report.progress.time.monotonic", lambda: now[0])
     console = pipe()
     with LiveView(100, console) as view:
         for version in range(1, 41):

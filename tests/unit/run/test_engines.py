@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.run import engines
 from midflight.run.directory import create_run
 from midflight.run.engine_registry import Registration, read_entries
-from midflight.run.engines import BACKOFF_S, LOOK_S, PROBE_S, Servers
+from midflight.run.engines import BACKOFF_S, LOOK_S, PROBE_S, Connect, Servers
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
 
@@ -68,7 +69,8 @@ class Controls:
         self.weight_error: Exception | None = None
         self.transfer_s = 0.0  # how long it takes to get weights to a server
         monkeypatch.setattr(engines, "run_in_background", self._run)
-        self.servers = Servers(directory, self._connect, threading.Event(), self.notes.append, lambda: self.now_s)
+        connect = cast(Connect, self._connect)
+        self.servers = Servers(directory, connect, threading.Event(), self.notes.append, lambda: self.now_s)
         hooks = PoolHooks(self.servers.discover, self.servers.log, self.servers.left)
         self.pool = EnginePool(0, {}, run=self._transfer, hooks=hooks)
 

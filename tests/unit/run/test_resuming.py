@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def save_partials(
 
 def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:
     def save_model(directory: Path) -> None:
-        load_model(recipe.model.path).save_pretrained(directory)
+        model: Any = load_model(recipe.model.path)
+        model.save_pretrained(directory)
         load_tokenizer(recipe.model.path).save_pretrained(directory)
 
     state = TrainerState(version=version, actor=actor_after(version))
@@ -202,11 +204,12 @@ def test_a_stream_of_a_newer_midflight_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
-    config = load_model(recipe.model.path).config
+    model: Any = load_model(recipe.model.path)
+    config = model.config
     config.intermediate_size //= 2
 
     def save_other(directory: Path) -> None:
-        type(load_model(recipe.model.path))(config).save_pretrained(directory)
+        type(model)(config).save_pretrained(directory)
 
     save_checkpoint(run.checkpoints, TrainerState(version=3), save_other, keep=2)
     with pytest.raises(

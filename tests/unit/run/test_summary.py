@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from midflight.run.summary import mean_by_lag, mismatch_of
+from midflight.metrics.averages import mean_by_lag, mismatch_of
 
-LINES = [
+LINES: list[dict[str, Any]] = [
     {"ess/by_lag": [0.5, None, *[None] * 6], "lag/tokens_by_lag": [30, 0, *[0] * 6]},
     {},  # a batch without any gradient
     {"ess/by_lag": [1.0, 0.25, *[None] * 6], "lag/tokens_by_lag": [10, 7, *[0] * 6]},
@@ -19,7 +21,7 @@ def test_means_by_lag_are_weighted_by_the_tokens_of_the_bucket() -> None:
 
 
 def test_the_mismatch_of_a_run_is_of_the_steps_that_have_one() -> None:
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"mismatch/mean": 1e-6, "mismatch/max": 3e-6, "mismatch/tokens": 30.0},
         {},
         {"mismatch/mean": 5e-6, "mismatch/max": 2e-5, "mismatch/tokens": 10.0},
@@ -29,7 +31,7 @@ def test_the_mismatch_of_a_run_is_of_the_steps_that_have_one() -> None:
 
 
 def test_a_mismatch_that_is_no_number_is_not_passed_over_for_the_maximum() -> None:
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"mismatch/mean": None, "mismatch/max": None, "mismatch/tokens": 4.0},
         {"mismatch/mean": 1e-6, "mismatch/max": 1e-5, "mismatch/tokens": 4.0},
     ]

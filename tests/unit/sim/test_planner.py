@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def lag_of(estimate: Estimate, space: SearchSpace) -> float:
     ],
     ids=str,
 )
-def test_the_search_finds_what_trying_every_split_finds(name: str, changes: dict[str, object]) -> None:
+def test_the_search_finds_what_trying_every_split_finds(name: str, changes: dict[str, Any]) -> None:
     workload = SMALL[name]
     space = replace(search_space(workload, Queue(workload.batch_size), 24), **changes)
     front, expected = pareto_front(workload, space), brute_force(workload, space)
@@ -105,7 +106,7 @@ def test_one_step_off_keeps_within_the_table() -> None:
     assert best_one_step_off(workload, 25) is None
 
 
-def plan_of(goal: Goal) -> tuple[float, float, float]:
+def plan_of(goal: Goal) -> tuple[int, float, float]:
     best = make_plan(CASE_STUDY, CASE_STUDY, goal, search_space(CASE_STUDY, Queue(128))).best
     return best.max_lag, best.split.mean_lag, best.split.rate
 

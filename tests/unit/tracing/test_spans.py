@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from midflight.tracing.reading import read_spans
 from midflight.tracing.spans import Tracer
 
 
-def recorded(path: Path) -> list[list]:
+def recorded(path: Path) -> list[list[Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines() if line]
     return [line for line in lines if isinstance(line, list)]
 

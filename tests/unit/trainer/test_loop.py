@@ -26,6 +26,7 @@ from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
 from midflight.types import ActorState, GroupId, Microbatch, TrainingBatch
+from narrowing import present
 
 
 class OneWeight:
@@ -47,10 +48,10 @@ class OneWeight:
         raise NotImplementedError
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
-        gradient, self.weight.grad = self.weight.grad, None
+        gradient, self.weight.grad = present(self.weight.grad), None
         finite = bool(gradient.isfinite())
         with torch.no_grad():
             self.weight -= learning_rate * gradient if finite else 0.0

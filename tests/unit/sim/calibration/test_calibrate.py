@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from midflight import cli
-from midflight.config import dump_toml, load_recipe, load_scenario
+from midflight.config import Scenario, dump_toml, load_recipe, load_scenario
+from midflight.config.scenario import ListedLengthsConfig, TableDecodeConfig
+from midflight.config.schedules import PipelineConfig
 from midflight.errors import BenchmarkError, RecipeError
 from midflight.launch.scenarios import build_lengths, build_step_cost
 from midflight.sim.calibration import measure
@@ -30,6 +32,7 @@ from midflight.sim.calibration.measure import (
 )
 from midflight.sim.calibration.scenario import calibrate, calibration_text, scenario_of, write_scenario
 from midflight.tracing.spans import SpanRecord
+from narrowing import instance, present
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "cpu_demo.toml"
 MS = 1_000_000  # nanoseconds
@@ -75,7 +78,8 @@ def test_a_turn_lasts_until_the_next_one_without_what_is_counted_elsewhere() -> 
 
 
 def test_a_step_that_only_goes_on_with_an_update_is_no_turn() -> None:
-    assert iterations_of([decode(0, 0, 1), decode(2, 3, 1), decode(4, 3, 1)]) == [Iteration(3, pytest.approx(2e-3), 3)]
+    (iteration,) = iterations_of([decode(0, 0, 1), decode(2, 3, 1), decode(4, 3, 1)])
+    assert (iteration.num_seqs, iteration.seconds, iteration.num_new) == (3, pytest.approx(2e-3), 3)
 
 
 def test_rows_without_a_token_are_counted() -> None:
@@ -213,6 +217,11 @@ def recorded(plan: PlannedRun, group_size: int = 8) -> RecordedRun:
     return RecordedRun(plan, lines, rollout, trainer, iterations_of(rollout, slots_per_token=1.25))
 
 
+def tables_of(scenario: Scenario) -> list[TableDecodeConfig]:
+    """Decode tables of both ways of sharing the machine."""
+    return [instance(table, TableDecodeConfig) for table in (scenario.decode, scenario.colocated_decode)]
+
+
 def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, ["engine.threads=2", "trainer.threads=3"])
     scenario = scenario_of(recipe, [recorded(plan) for plan in planned_runs(recipe)])
@@ -225,22 +234,23 @@ def test_the_scenario_is_a_file_that_loads_with_siblings_side_by_side(tmp_path: 
     assert from_two_files.model_copy(update={"file": None}) == scenario.lengths
     assert scenario.schedule == recipe.schedule
     assert (scenario.cluster.num_gpus, scenario.cluster.num_engines) == (5, 1)
-    assert (scenario.decode.gpus_per_engine, scenario.colocated_decode.gpus_per_engine) == (2, 5)
+    tables = tables_of(scenario)
+    assert [table.gpus_per_engine for table in tables] == [2, 5]
     cost = build_step_cost(scenario.decode)
     assert float(cost.step_times(64)) == pytest.approx(1.25 * step_ms(64) / 1e3, rel=0.01)
     lengths = build_lengths(scenario.lengths).draw(np.random.default_rng(0), 0, 120, 8)
     assert (lengths == lengths[:, :1]).all()
     assert lengths[:, 0].tolist() == [1 + group // 4 for group in range(120)]
-    assert scenario.lengths.has_gradient == (False, True, True, True) * 30
+    assert instance(scenario.lengths, ListedLengthsConfig).has_gradient == (False, True, True, True) * 30
 
 
 def test_long_runs_leave_a_sample_of_whole_groups() -> None:
     recipe = load_recipe(RECIPE)
     runs = [recorded(plan) for plan in planned_runs(recipe)]
     runs[0].all_lines.extend([line([100 + step] * 32, 32, 0.05) for step in range(4000)])
-    listed = scenario_of(recipe, runs).lengths
+    listed = instance(scenario_of(recipe, runs).lengths, ListedLengthsConfig)
     assert len(listed.lengths) == 65_536
-    assert len(listed.has_gradient) == 65_536 // 8
+    assert len(present(listed.has_gradient)) == 65_536 // 8
     assert listed.lengths[0] == 1
     assert listed.lengths[-1] >= 4098
     assert all(len(set(listed.lengths[start : start + 8])) == 1 for start in range(0, 65_536, 8))
@@ -274,7 +284,7 @@ def test_the_text_shows_both_tables_and_all_costs() -> None:
     scenario = scenario_of(recipe, [recorded(plan) for plan in planned_runs(recipe)])
     text = calibration_text(scenario)
     at_64 = next(each for each in text.splitlines() if each.startswith("64"))
-    assert at_64.split() == ["64", f"{scenario.decode.rates[-2]:,.0f}", f"{scenario.colocated_decode.rates[-2]:,.0f}"]
+    assert at_64.split() == ["64", *(f"{table.rates[-2]:,.0f}" for table in tables_of(scenario))]
     assert text.count("ms a step") == text.count("handover_pause") == 2
 
 
@@ -296,7 +306,7 @@ def test_short_runs_forget_the_recipes_bounds() -> None:
     overrides = ["schedule.max_lag=3", "schedule.num_in_flight=16"]
     plans = planned_runs(load_recipe(RECIPE, overrides))
     short = [plan for plan in plans if "in-flight" in plan.name]
-    dropping = [load_recipe(RECIPE, [*overrides, *plan.overrides]).schedule for plan in short]
+    dropping = [instance(load_recipe(RECIPE, [*overrides, *plan.overrides]).schedule, PipelineConfig) for plan in short]
     assert [schedule.num_in_flight for schedule in dropping] == [4, 32]
     assert all(schedule.max_lag is None and schedule.when_full == "drop_oldest" for schedule in dropping)
 

@@ -41,6 +41,7 @@ class Server:
 
 
 StartServer = Callable[..., Server]
+RunApp = Callable[..., AbstractContextManager[str]]
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +91,7 @@ def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
 
 
 @pytest.fixture(name="running")
-def running_fixture() -> Callable[..., AbstractContextManager[str]]:
+def running_fixture() -> RunApp:
     """For tests that start and stop a server of their own: application and port to its URL."""
     return running
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,21 +14,24 @@ from midflight.errors import GenerationLostError, ModelError
 from midflight.run.engines import connect
 from midflight.testing.tiny_models import VOCAB_SIZE
 
+if TYPE_CHECKING:
+    from contract.conftest import Server
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 FITS = ("engine.max_prompt_tokens=32", "sampling.max_tokens=24")
 
 
-def test_a_server_that_fits(server) -> None:
+def test_a_server_that_fits(server: Server) -> None:
     connect(load_recipe(RECIPE, FITS), server.url, threading.Event()).close()
 
 
-def test_sequences_that_are_too_long_for_it(server) -> None:
+def test_sequences_that_are_too_long_for_it(server: Server) -> None:
     recipe = load_recipe(RECIPE, ["engine.max_prompt_tokens=33", "sampling.max_tokens=24"])
     with pytest.raises(ModelError, match=r"up to 56 tokens, and engine\.max_prompt_tokens .* = 57"):
         connect(recipe, server.url, threading.Event())
 
 
-def test_another_vocabulary(server, tmp_path: Path) -> None:
+def test_another_vocabulary(server: Server, tmp_path: Path) -> None:
     config = json.loads((RECIPE.parent / "models" / "chain_sums" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
     recipe = load_recipe(RECIPE, [*FITS, f"model.path={tmp_path}"])

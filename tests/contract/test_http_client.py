@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
@@ -20,9 +21,12 @@ from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, RolloutId, SamplingParams
 
+if TYPE_CHECKING:
+    from contract.conftest import Server, StartServer
+
 
 @pytest.fixture
-def client(server) -> Iterator[HTTPGenerator]:
+def client(server: Server) -> Iterator[HTTPGenerator]:
     with HTTPGenerator(server.url, timeout_s=30, bucket_bytes=4096) as client:
         yield client
 
@@ -36,7 +40,7 @@ def assert_same(one: Completion, other: Completion, rounding: float = 0.0) -> No
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=rounding if name == "logprobs" else 0)
 
 
-def test_completions_are_those_of_the_engine(server, client: HTTPGenerator) -> None:
+def test_completions_are_those_of_the_engine(server: Server, client: HTTPGenerator) -> None:
     """Bit for bit; paused meanwhile, so that both batch the same sequences."""
     engine = tiny_engine(tiny_model())
     engine.add(requests(20))
@@ -54,7 +58,7 @@ def test_completions_are_those_of_the_engine(server, client: HTTPGenerator) -> N
     assert client.step() == []
 
 
-def test_a_later_turn_is_that_of_the_engine(server, client: HTTPGenerator) -> None:
+def test_a_later_turn_is_that_of_the_engine(server: Server, client: HTTPGenerator) -> None:
     """Its prompt may be longer than that of a first turn."""
     prompt = np.arange(40, dtype=np.int32)
     later = [replace(each, prompt_token_ids=prompt, first_position=9) for each in requests(6, SamplingParams(12))]
@@ -82,7 +86,7 @@ def test_a_later_turn_is_that_of_the_engine(server, client: HTTPGenerator) -> No
     ],
 )
 def test_a_request_that_does_not_fit_is_refused_whole(
-    server, client: HTTPGenerator, change: dict[str, object], message: str
+    server: Server, client: HTTPGenerator, change: dict[str, object], message: str
 ) -> None:
     server.http.post("/pause")
     good, last = requests(2)
@@ -118,7 +122,7 @@ def wait_for_tokens(client: HTTPGenerator, rollout_id: int, num_tokens: int) -> 
         assert client.step() == []
 
 
-def test_aborted_tokens_come_back_and_go_on(start_server) -> None:
+def test_aborted_tokens_come_back_and_go_on(start_server: StartServer) -> None:
     engine = tiny_engine(tiny_model())
     (request,) = requests(1, LONG)
     engine.add([request])
@@ -142,7 +146,7 @@ def test_aborted_tokens_come_back_and_go_on(start_server) -> None:
     assert resumed.generated.logprobs[:3].tolist() == whole.generated.logprobs[:3].tolist()
 
 
-def test_tokens_that_a_request_came_with_are_not_lost_with_the_server(start_server) -> None:
+def test_tokens_that_a_request_came_with_are_not_lost_with_the_server(start_server: StartServer) -> None:
     """Not even before the server says them again."""
     engine = tiny_engine(tiny_model())
     (request,) = requests(1, LONG)
@@ -162,7 +166,7 @@ def test_tokens_that_a_request_came_with_are_not_lost_with_the_server(start_serv
         assert len(partial.generated.logprobs) == len(partial.generated.weight_versions) == 9
 
 
-def test_several_clients_are_waited_for_at_once(start_server) -> None:
+def test_several_clients_are_waited_for_at_once(start_server: StartServer) -> None:
     ended = threading.Event()
     with ExitStack() as stack:
         clients = [
@@ -178,7 +182,7 @@ def test_several_clients_are_waited_for_at_once(start_server) -> None:
         assert [client.step() for client in clients] == [[], []]
 
 
-def test_a_server_that_was_started_again_is_not_asked_with_its_old_weights(start_server) -> None:
+def test_a_server_that_was_started_again_is_not_asked_with_its_old_weights(start_server: StartServer) -> None:
     first = start_server()
     with HTTPGenerator(first.url) as client:
         client.update_weights(3, weights_of(tiny_model(seed=1)))
@@ -196,7 +200,7 @@ def test_limits(client: HTTPGenerator) -> None:
     assert (limits.vocab_size, limits.max_length, limits.max_choices) == (VOCAB_SIZE, 32 + 24, 16)
 
 
-def test_abort_while_paused_gives_back_what_never_ran(server, client: HTTPGenerator) -> None:
+def test_abort_while_paused_gives_back_what_never_ran(server: Server, client: HTTPGenerator) -> None:
     server.http.post("/pause")
     client.add(requests(10))
     aborted = client.abort([RolloutId(each) for each in range(10)])
@@ -219,7 +223,7 @@ class Hooked(dict):  # type: ignore[type-arg]
         return super().__getitem__(name)
 
 
-def test_weights_change_in_flight(start_server) -> None:
+def test_weights_change_in_flight(start_server: StartServer) -> None:
     """What was sampled before and after the update is what an engine gives that is updated at the same step."""
     server = start_server()
     old, new = tiny_model(seed=0), tiny_model(seed=1)
@@ -249,7 +253,7 @@ def test_weights_change_in_flight(start_server) -> None:
         assert client.weight_version == 4
 
 
-def test_an_update_in_flight_is_the_engines_own(start_server) -> None:
+def test_an_update_in_flight_is_the_engines_own(start_server: StartServer) -> None:
     """The same tokens and logprobs as an engine that is updated after the same number of steps."""
     new = weights_of(tiny_model(seed=1))
     expected, engine = tiny_engine(tiny_model()), tiny_engine(tiny_model())
@@ -268,6 +272,7 @@ def test_an_update_in_flight_is_the_engines_own(start_server) -> None:
     assert_same(completion, drain(expected)[0])
 
 
+Weights = dict[str, torch.Tensor]
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -282,7 +287,9 @@ NAME = "model.layers.1.mlp.down_proj.weight"
         (lambda weights: {**weights, NAME: weights[NAME] / 0}, f"version 1 of the weights is refused: {NAME} has NaN"),
     ],
 )
-def test_weights_that_do_not_fit_leave_the_old_ones_serving(start_server, change, message: str) -> None:
+def test_weights_that_do_not_fit_leave_the_old_ones_serving(
+    start_server: StartServer, change: Callable[[Weights], Weights], message: str
+) -> None:
     server = start_server(tiny_engine(tiny_model(), max_update_pause_s=1e-9))
     new = weights_of(tiny_model(seed=1))
     with HTTPGenerator(server.url) as client:
@@ -296,7 +303,7 @@ def test_weights_that_do_not_fit_leave_the_old_ones_serving(start_server, change
         assert client.weight_version == 2
 
 
-def test_two_updates_at_once(start_server) -> None:
+def test_two_updates_at_once(start_server: StartServer) -> None:
     server = start_server()
     weights = weights_of(tiny_model(seed=1))
     body = {"version": 9, "names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
@@ -324,7 +331,7 @@ def fail() -> None:
     raise BrokenOffError
 
 
-def test_a_sender_that_breaks_off_leaves_the_old_weights_serving(start_server) -> None:
+def test_a_sender_that_breaks_off_leaves_the_old_weights_serving(start_server: StartServer) -> None:
     server = start_server()
     weights = weights_of(tiny_model(seed=1))
     with HTTPGenerator(server.url, bucket_bytes=4096) as client:
@@ -351,7 +358,7 @@ def announcement() -> dict[str, object]:
     }
 
 
-def test_a_late_sender_is_given_up(start_server) -> None:
+def test_a_late_sender_is_given_up(start_server: StartServer) -> None:
     """It begins to send when the server has already answered that it waited long enough."""
     server = start_server()
     answered: list[httpx.Response] = []
@@ -370,9 +377,9 @@ def test_a_late_sender_is_given_up(start_server) -> None:
         assert client.weight_version == 4
 
 
-def test_the_admin_token(start_server) -> None:
+def test_the_admin_token(start_server: StartServer) -> None:
     server = start_server(admin_token="sesame")
-    routes = {
+    routes: dict[str, dict[str, object] | None] = {
         "/abort": {"rollout_ids": []},
         "/pause": None,
         "/resume": None,
@@ -396,7 +403,7 @@ def test_the_admin_token(start_server) -> None:
         assert client.weight_version == 1
 
 
-def test_joining_nobody(server) -> None:
+def test_joining_nobody(server: Server) -> None:
     with httpx.Client(base_url=server.url) as http:
         body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
         response = http.post("/init_process_group", json=body)

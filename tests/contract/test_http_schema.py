@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -14,6 +17,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
+
+if TYPE_CHECKING:
+    from contract.conftest import Server
 
 pytestmark = pytest.mark.slow
 
@@ -45,18 +51,18 @@ bounded = settings(
 
 
 @pytest.fixture(scope="module")
-def schema(chat_server):
+def schema(chat_server: Server) -> BaseSchema:
     return schemathesis.openapi.from_url(f"{chat_server.url}/openapi.json")
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_answers_are_documented(schema, chat_server, method: str, path: str) -> None:
+def test_answers_are_documented(schema: BaseSchema, chat_server: Server, method: str, path: str) -> None:
     """And after all of them the server still answers a plain request."""
     statuses = set()
 
     @bounded
     @given(case=schema[path][method].as_strategy())
-    def check(case) -> None:
+    def check(case: Any) -> None:
         response = case.call(timeout=30)
         # Weights that are not there yet are the one refusal that says: ask again later.
         is_too_early = response.status_code == 503 and response.json()["error"]["code"] == "weights_too_old"
@@ -70,7 +76,7 @@ def test_answers_are_documented(schema, chat_server, method: str, path: str) -> 
     assert answer.json()["usage"]["completion_tokens"] > 0
 
 
-def test_every_route_is_documented_with_openais_errors(server) -> None:
+def test_every_route_is_documented_with_openais_errors(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert set(ROUTES) | {("POST", "/pause"), ("POST", "/init_process_group")} == routes

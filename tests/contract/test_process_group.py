@@ -18,8 +18,8 @@ from midflight.weights.process_group import (
     ProcessGroupReceiver,
     ProcessGroupSender,
     local_address,
-    specs_of,
 )
+from midflight.weights.specs import specs_of
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from midflight.errors import GenerationError, GenerationLostError, RequestError
 from midflight.generation.driver import GeneratorDriver
@@ -23,6 +25,9 @@ from midflight.preprocess.reference import FrozenReference
 from midflight.protocols import Reference
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Microbatch, RolloutId, Trajectory
+
+if TYPE_CHECKING:
+    from contract.conftest import RunApp, Server, StartServer
 
 TEMPERATURE = 0.7
 
@@ -125,7 +130,7 @@ class Asked:
         return self.answer
 
 
-def test_requests_keep_to_the_limits_of_the_server(server) -> None:
+def test_requests_keep_to_the_limits_of_the_server(server: Server) -> None:
     """16 choices at once: 20 sequences over one connection are two requests, each of which can be served."""
     server.http.post("/pause")
     with HTTPReference(server.url, 1.0, num_connections=1) as reference:
@@ -137,7 +142,7 @@ def test_requests_keep_to_the_limits_of_the_server(server) -> None:
         asked.result()
 
 
-def test_several_requests_are_under_way_at_once(server) -> None:
+def test_several_requests_are_under_way_at_once(server: Server) -> None:
     server.http.post("/pause")
     with HTTPReference(server.url, 1.0, num_connections=4) as reference:
         asked = Asked(reference, shared_prompts())
@@ -147,7 +152,7 @@ def test_several_requests_are_under_way_at_once(server) -> None:
         asked.result()
 
 
-def test_an_aborted_request_is_made_again(server, model_directory: Path) -> None:
+def test_an_aborted_request_is_made_again(server: Server, model_directory: Path) -> None:
     microbatch = shared_prompts()
     server.http.post("/pause")
     with HTTPReference(server.url, 1.0, num_connections=1, backoff_s=(0.01,)) as reference:
@@ -161,7 +166,7 @@ def test_an_aborted_request_is_made_again(server, model_directory: Path) -> None
 
 
 @pytest.fixture
-def app(tokenizer) -> Callable[[], object]:
+def app(tokenizer: PreTrainedTokenizerFast) -> Callable[[], object]:
     """Makes the application of another server."""
 
     def make() -> object:
@@ -171,7 +176,9 @@ def app(tokenizer) -> Callable[[], object]:
     return make
 
 
-def test_a_server_that_comes_back_is_asked_again(running, app: Callable[[], object], model_directory: Path) -> None:
+def test_a_server_that_comes_back_is_asked_again(
+    running: RunApp, app: Callable[[], object], model_directory: Path
+) -> None:
     microbatch = shared_prompts()
     with running(app()) as url:
         reference = HTTPReference(url, 1.0, backoff_s=(0.05,) * 100)
@@ -182,7 +189,7 @@ def test_a_server_that_comes_back_is_asked_again(running, app: Callable[[], obje
             np.testing.assert_allclose(asked.result(), expected, atol=1e-4)
 
 
-def test_a_server_that_stays_away_is_one_clear_line(running, app: Callable[[], object]) -> None:
+def test_a_server_that_stays_away_is_one_clear_line(running: RunApp, app: Callable[[], object]) -> None:
     with running(app()) as url:
         reference = HTTPReference(url, 1.0, backoff_s=(0.01, 0.01))
     with reference, pytest.raises(GenerationLostError) as raised:
@@ -191,7 +198,7 @@ def test_a_server_that_stays_away_is_one_clear_line(running, app: Callable[[], o
     assert "\n" not in str(raised.value)
 
 
-def test_a_server_that_does_not_answer_is_given_up(server) -> None:
+def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
     server.http.post("/pause")
     with (
         HTTPReference(server.url, 1.0, timeout_s=0.3) as reference,
@@ -203,7 +210,7 @@ def test_a_server_that_does_not_answer_is_given_up(server) -> None:
         server.driver.abort([]).result()
 
 
-def test_a_reference_that_is_updated_is_none(start_server) -> None:
+def test_a_reference_that_is_updated_is_none(start_server: StartServer) -> None:
     server = start_server()
     with HTTPReference(server.url, 1.0) as reference:
         reference.logprobs(shared_prompts())
@@ -212,7 +219,7 @@ def test_a_reference_that_is_updated_is_none(start_server) -> None:
             reference.logprobs(shared_prompts())
 
 
-def test_a_refusal_says_where_it_is_from(server) -> None:
+def test_a_refusal_says_where_it_is_from(server: Server) -> None:
     (microbatch,) = pack([trajectory(0, np.arange(30), np.arange(30), np.ones(30, np.bool_))], 100)
     with (
         HTTPReference(server.url, 1.0) as reference,
@@ -248,7 +255,7 @@ def test_something_else_is_there(answer: bytes) -> None:
         thread.join()
 
 
-def test_another_route_is_no_reference(server) -> None:
+def test_another_route_is_no_reference(server: Server) -> None:
     assert httpx.get(f"{server.url}/v1/v1/models").status_code == 404
     with pytest.raises(RequestError, match=f"{server.url}/v1/v1/models: Not Found"):
         HTTPReference(f"{server.url}/v1", 1.0)

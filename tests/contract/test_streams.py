@@ -22,7 +22,7 @@ import pytest
 from benchmarks.redis_server import RedisServer
 
 import midflight
-from midflight.concurrency import doorbell
+from midflight.concurrency import wake_up
 from midflight.errors import StreamError
 from midflight.protocols import Stream
 from midflight.streams import redis as redis_stream
@@ -135,7 +135,7 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def doorbell_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks again by himself: a ring that does not come is a wait that does not end."""
-    monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
+    monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
 
 
 def test_records_come_back_in_order_at_their_offsets(ends_of: Callable[[int], Ends]) -> None:
@@ -424,15 +424,15 @@ def test_trimming_alone_wakes_a_writer(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_no_room = threading.Event()
-    wait = doorbell.WakeUp.wait
+    wait = wake_up.WakeUp.wait
 
-    def noted_wait(bell: doorbell.WakeUp, deadline_s: float) -> bool:
+    def noted_wait(bell: wake_up.WakeUp, deadline_s: float) -> bool:
         found_no_room.set()
         return wait(bell, deadline_s)
 
     ends = ends_in_file(path, capacity=1)
     append_all(ends.stream, 1)
-    monkeypatch.setattr(doorbell.WakeUp, "wait", noted_wait)
+    monkeypatch.setattr(wake_up.WakeUp, "wait", noted_wait)
     waiting = elsewhere.submit(ends.append, 1)
     assert found_no_room.wait(TIMEOUT_S)
     ends.stream.trim(1)
@@ -443,8 +443,8 @@ def test_trimming_alone_wakes_a_writer(
 def test_waits_end_without_the_doorbell(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorbell, "_RELOOK_S", 0.001)
-    monkeypatch.setattr(doorbell.WakeUp, "ring", lambda self: None)
+    monkeypatch.setattr(wake_up, "_RELOOK_S", 0.001)
+    monkeypatch.setattr(wake_up.WakeUp, "notify", lambda self: None)
     ends = ends_in_file(path, capacity=1)
     written = elsewhere.submit(ends.append_all, 50)
     read_all(ends.stream, 50)

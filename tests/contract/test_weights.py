@@ -23,10 +23,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 import midflight
-from midflight.concurrency import doorbell
+from midflight.concurrency import wake_up
 from midflight.errors import WeightUpdateError
 from midflight.protocols import WeightReceiver, WeightSender
 from midflight.types import TensorSpec
@@ -182,7 +183,7 @@ def test_waiting_ends_when_time_is_up(any_sender: WeightSender, any_receiver: We
 def test_a_version_wakes_a_receiver_that_waits(
     any_sender: WeightSender, any_receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
+    monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
     seen: list[int | None] = []
     turns = threading.Barrier(2)
 
@@ -318,7 +319,7 @@ class Deadly(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
             args[1].end()
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def deadly(version: int, end: Callable[[], None]) -> dict[str, Tensor]:
@@ -520,7 +521,7 @@ def test_a_file_that_is_gone_before_it_is_read_is_looked_for_again(path: Path, m
             monkeypatch.undo()
             sender.send(1, filled(1).items())
             sender.send(2, filled(2).items())
-            return weight_files.load_file(file)
+            return load_file(file)
 
         monkeypatch.setattr(weight_files, "load_file", late_load)
         assert assert_whole(receiver.receive()) == 2
@@ -576,7 +577,6 @@ def test_files_are_whole_while_a_sender_hammers(path: Path, monkeypatch: pytest.
             num_gone += not file.exists()
             return load_file(file)
 
-        load_file = weight_files.load_file
         monkeypatch.setattr(weight_files, "load_file", slow_load)
         with running("hammer_files", path):
             assert receiver.wait(newer_than=-1, timeout_s=TIMEOUT_S)
@@ -636,7 +636,7 @@ def die_in_files(path: Path, moment: str) -> None:
 
     match moment:
         case "half written":
-            weight_files.save_file = write_half
+            vars(weight_files)["save_file"] = write_half
         case "not at its place":
             os.fsync = die
         case "not the newest":

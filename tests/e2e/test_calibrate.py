@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from midflight.config import dump_toml, load_recipe, load_scenario
+from midflight.config.scenario import TableDecodeConfig
 from midflight.launch.scenarios import build_lengths
 from midflight.launch.simulation import simulate_scenario
+from narrowing import instance
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 
@@ -32,8 +34,8 @@ def test_what_was_measured_can_be_simulated_and_held_against_real_runs(tmp_path:
     assert scenario.batch.model_dump() == figures["batch"]
     assert scenario.training.model_dump() == figures["training"]
     assert {run["name"] for run in figures["runs"]} <= {path.name for path in runs.iterdir()}
-    assert scenario.decode.sizes[-1] >= 64
-    assert scenario.colocated_decode.gpus_per_engine == scenario.cluster.num_gpus
+    assert instance(scenario.decode, TableDecodeConfig).sizes[-1] >= 64
+    assert instance(scenario.colocated_decode, TableDecodeConfig).gpus_per_engine == scenario.cluster.num_gpus
     assert build_lengths(scenario.lengths).distribution.mean == pytest.approx(figures["lengths"]["mean"])
     assert simulate_scenario(scenario).rate > 0
     assert _json("plan", out)

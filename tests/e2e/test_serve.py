@@ -19,7 +19,8 @@ from midflight.config import load_recipe
 from midflight.generation.client import HTTPGenerator
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
-from midflight.types import GenerationRequest, RolloutId, SamplingParams
+from midflight.protocols import Generator
+from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]
     with HTTPGenerator(url) as generator:
         generator.update_weights(7, changed)
         generator.add([request])
-        completions = [completion for steps in (generator, engine) for completion in drain(steps)]
+        completions = [completion for each in (generator, engine) for completion in drain(each)]
     ours, expected = (completion.generated for completion in completions)
     assert ours.token_ids.tolist() == expected.token_ids.tolist()
     # The server computes with more threads than the test, and so in another order of summation.
@@ -85,7 +86,7 @@ def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]
     assert stderr == ""
 
 
-def drain(generator):
+def drain(generator: Generator) -> Iterator[Completion]:
     while generator.num_in_flight:
         yield from generator.step()
 

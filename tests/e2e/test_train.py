@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midflight import cli
 from midflight.config import load_recipe
+from midflight.config.schedules import PipelineConfig
 from midflight.metrics.jsonl import read_metrics
+from narrowing import instance
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +52,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def check_accounts(summary: dict[str, object]) -> None:
+def check_accounts(summary: dict[str, Any]) -> None:
     groups = summary["groups"]
     assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
     assert groups["dropped"] == groups["failed"] == 0
@@ -82,7 +85,7 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path: Path) -> None:
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     assert {"decode", "update", "train", "wait"} <= {event["name"] for event in events}
     rows = [event["args"]["rows"] for event in events if event["name"] == "decode"]
-    num_in_flight = load_recipe(run / "config.toml").schedule.num_in_flight
+    num_in_flight = instance(load_recipe(run / "config.toml").schedule, PipelineConfig).num_in_flight
     assert max(rows) == num_in_flight
     assert sum(rows) >= summary["trained_tokens"]
     checkpoint = run / "checkpoints" / "step_12"

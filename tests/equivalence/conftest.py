@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.loops import build_loops
@@ -27,11 +28,14 @@ class FinishedRun:
     weights: InProcessWeights
     trainer: TrainerState
     actor: ActorState
-    metrics: list[dict[str, object]]
+    metrics: list[dict[str, Any]]
+
+
+RunRecipe = Callable[..., FinishedRun]
 
 
 @pytest.fixture
-def run_recipe(tmp_path: Path) -> Callable[..., FinishedRun]:
+def run_recipe(tmp_path: Path) -> RunRecipe:
     def run(*overrides: str) -> FinishedRun:
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
@@ -62,8 +66,8 @@ def _in_a_thread(run: Callable[[Callable[[], bool]], None]) -> Iterator[threadin
 def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
     with JsonlWriter(directory / "metrics.jsonl") as metrics, ExitStack() as stack:
         loops = build_loops(recipe, directory, metrics)
-        others = [loops.rollouts, loops.preprocess] if loops.preprocess else [loops.rollouts]
-        threads = [stack.enter_context(_in_a_thread(loop.run)) for loop in others]
+        runs = [loops.rollouts.run, *([loops.preprocess.run] if loops.preprocess else [])]
+        threads = [stack.enter_context(_in_a_thread(run)) for run in runs]
         loops.training.run(lambda: not all(thread.is_alive() for thread in threads))
     return FinishedRun(
         recipe,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
-from midflight.engine.cache import page_bytes
+from midflight.engine.cache import KVCache, page_bytes
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.graphs import GraphedModel
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.loading import engine_model
+from midflight.engine.plan import Batch
 from midflight.errors import NonFiniteWeightsError, RequestError, WeightUpdateError
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
@@ -30,7 +33,7 @@ def requests(
     seed: int = 0,
     shared_prompt: bool = False,
     first_id: int = 0,
-):
+) -> list[GenerationRequest]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB_SIZE, rng.integers(2, 30)).astype(np.int32) for _ in range(count)]
     sampling = SamplingParams(max_tokens, temperature, (STOP,))
@@ -40,14 +43,14 @@ def requests(
     ]
 
 
-def run_to_end(engine) -> dict[int, Completion]:
-    completions = {}
+def run_to_end(engine: Engine) -> dict[int, Completion]:
+    completions: dict[int, Completion] = {}
     while engine.num_in_flight:
         completions.update({completion.rollout_id: completion for completion in engine.step()})
     return completions
 
 
-def plain_logprobs(model, prompt: np.ndarray, generated: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def plain_logprobs(model: Any, prompt: np.ndarray, generated: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """What transformers says about each generated token, one sequence at a time, no cache, its own attention."""
     model.set_attn_implementation("eager")
     tokens = torch.from_numpy(np.concatenate([prompt, generated])).long()
@@ -70,7 +73,7 @@ ENGINES = [
 @pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["best", "reference"])
 @pytest.mark.parametrize(("family", "options", "fused"), ENGINES)
 def test_logprobs_are_those_of_the_model(
-    family: str, options: dict[str, object], fused: bool, kernels: ReferenceKernels | None
+    family: str, options: dict[str, Any], fused: bool, kernels: ReferenceKernels | None
 ) -> None:
     """Through admission in turns, chunks of prefills that end inside pages, decoding and shared prefixes."""
     model = tiny_model(family, **options)
@@ -90,8 +93,8 @@ def test_greedy_takes_the_most_likely_token() -> None:
     asked = requests(4, temperature=0.0)
     engine = tiny_engine(model)
     engine.add(asked)
+    completions = run_to_end(engine)
     for request in asked:
-        completions = run_to_end(engine) or completions  # noqa: F821 - set in the first round
         generated = completions[request.rollout_id].generated
         tokens = torch.from_numpy(np.concatenate([request.prompt_token_ids, generated.token_ids])).long()
         model.set_attn_implementation("eager")
@@ -371,13 +374,13 @@ def test_padded_and_replayed_decode_steps_are_the_same_steps() -> None:
     models = [tiny_model(seed=seed) for seed in range(2)]
     captured = []
 
-    def capture(run):
+    def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         captured.append(run())
         return run
 
-    def run(engine) -> dict[int, Completion]:
+    def run(engine: Engine) -> dict[int, Completion]:
         engine.add(requests(13) + requests(4, shared_prompt=True, first_id=13))
-        completions = {}
+        completions: dict[int, Completion] = {}
         for version in range(1, 4):
             for _ in range(6):
                 completions |= {completion.rollout_id: completion for completion in engine.step()}
@@ -414,7 +417,7 @@ def test_tokens_so_far_can_be_read_while_a_sequence_runs() -> None:
     engine = tiny_engine(tiny_model())
     engine.add([request])
     assert len(engine.generated(request.rollout_id)) == 0
-    seen = []
+    seen: list[int] = []
     while engine.num_in_flight:
         for completion in engine.step():
             seen += completion.generated.token_ids[len(seen) :].tolist()
@@ -441,11 +444,11 @@ def test_samples_of_one_prompt_cost_one_prefill() -> None:
     num_tokens = []
     forward = runner.forward
 
-    def counting(batch, cache):
+    def counting(batch: Batch, cache: KVCache) -> torch.Tensor:
         num_tokens.append(len(batch.token_ids))
         return forward(batch, cache)
 
-    runner.forward = counting
+    runner.forward = counting  # type: ignore[method-assign]
     engine = Engine(runner, EngineLimits(max_num_seqs=8, max_prompt_tokens=32, max_new_tokens=24))
     asked = requests(8, shared_prompt=True)
     engine.add(asked)

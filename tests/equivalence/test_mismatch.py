@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from midflight.launch.build import build_trainer
 from midflight.metrics.policy import PolicyMetrics
 from midflight.testing.fakes import InProcessWeights
 from midflight.trainer.inputs import token_origins
+
+from .conftest import RunRecipe
 
 SAME = 1e-4  # nats; float32 in two orders of summation is a tenth of it apart
 COMMON = (
@@ -22,7 +22,7 @@ COMMON = (
 
 
 @pytest.mark.slow
-def test_a_run_without_lag_measures_every_token_and_no_mismatch(run_recipe: Callable) -> None:
+def test_a_run_without_lag_measures_every_token_and_no_mismatch(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "schedule.type=conventional")
     for line in run.metrics:
         if "ess" not in line:
@@ -33,7 +33,7 @@ def test_a_run_without_lag_measures_every_token_and_no_mismatch(run_recipe: Call
 
 
 @pytest.mark.slow
-def test_under_updates_in_flight_what_is_measured_is_no_effect_of_older_keys_and_values(run_recipe: Callable) -> None:
+def test_under_updates_in_flight_what_is_measured_is_no_effect_of_older_keys_and_values(run_recipe: RunRecipe) -> None:
     """Everything that is left of the lags would be far above it: a step moves log-probabilities by more than 0.01."""
     run = run_recipe(*COMMON, "schedule.num_in_flight=24", "schedule.max_lag=2")
     measured = [line for line in run.metrics if "mismatch/max" in line]
@@ -43,7 +43,7 @@ def test_under_updates_in_flight_what_is_measured_is_no_effect_of_older_keys_and
 
 
 @pytest.mark.slow
-def test_a_single_altered_logprob_is_noticed(run_recipe: Callable) -> None:
+def test_a_single_altered_logprob_is_noticed(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "trainer.max_steps=1", "schedule.type=conventional")
     batch = run.batches[0]
     backend = build_trainer(run.recipe, InProcessWeights())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from benchmarks.loops import build_loops
 
 from midflight.config import load_recipe
 from midflight.metrics.jsonl import JsonlWriter
+from midflight.trainer.state import TrainerState
 from midflight.types import BatchChoice, ChosenBatch, RolloutGroup
 
 from .conftest import RECIPE
@@ -46,6 +48,10 @@ def example() -> ModuleType:
     return module
 
 
+def has_reached(state: TrainerState, version: int) -> bool:
+    return state.version >= version
+
+
 def batches_of_the_package(directory: Path, train_ticks: int) -> list[list[RolloutGroup]]:
     """The groups of every optimizer step, which takes `train_ticks` iterations of the rollout loop."""
     recipe = load_recipe(RECIPE, OVERRIDES)
@@ -61,11 +67,12 @@ def batches_of_the_package(directory: Path, train_ticks: int) -> list[list[Rollo
             return chosen
 
         loops.actor.take = take_and_record  # type: ignore[method-assign]
-        state, end_of_step = loops.training.state, None
+        state = loops.training.state
+        end_of_step: int | None = None
         for tick in count():
             if tick == end_of_step:
-                version, end_of_step = state.version, None
-                loops.training.run(lambda before=version: state.version > before)
+                num_steps, end_of_step = state.version + 1, None
+                loops.training.run(functools.partial(has_reached, state, num_steps))
                 if state.version == NUM_STEPS:
                     return batches[:NUM_STEPS]
             if end_of_step is None and loops.stream.next_offset() > state.version:

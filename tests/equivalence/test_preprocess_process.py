@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 
 from midflight.streams.codec import Codec
 from midflight.types import TrainingBatch
+
+from .conftest import RunRecipe
 
 NUM_STEPS = 4
 OF_A_CLOCK = ("time/", "idle/", "throughput/", "update/")
@@ -32,7 +33,7 @@ def message(batch: TrainingBatch) -> bytes:
 
 @pytest.mark.parametrize("steps_per_rl_step", [1, 2])
 def test_batches_and_weights_are_the_same_wherever_batches_are_made(
-    run_recipe: Callable, steps_per_rl_step: int
+    run_recipe: RunRecipe, steps_per_rl_step: int
 ) -> None:
     schedule = f"schedule.steps_per_rl_step={steps_per_rl_step}"
     within = run_recipe(*RECIPE, schedule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ import torch
 from midflight.models.attention import PackedSequences
 from midflight.models.loading import load_model
 from midflight.types import Microbatch
+
+from .conftest import RunRecipe
 
 
 def logprobs_under(model: torch.nn.Module, weights: dict[str, torch.Tensor], microbatch: Microbatch) -> np.ndarray:
@@ -29,7 +30,7 @@ def logprobs_under(model: torch.nn.Module, weights: dict[str, torch.Tensor], mic
 
 @pytest.mark.parametrize("task", ["chain_sums", "running_sums"])
 def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_sampled_them(
-    run_recipe: Callable, task: str
+    run_recipe: RunRecipe, task: str
 ) -> None:
     run = run_recipe(
         *("trainer.max_steps=12", "batch.batch_size=16", "schedule.num_in_flight=32", "trainer.learning_rate=1e-3"),
@@ -48,8 +49,8 @@ def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_s
                 tokens = np.arange(start, end)[microbatch.loss_mask[start:end]]
                 versions = microbatch.weight_versions[tokens]
                 assert (np.diff(versions) >= 0).all()
-                num_mixed += versions[0] != versions[-1]
-                num_turns += np.count_nonzero(np.diff(tokens) > 1)
+                num_mixed += bool(versions[0] != versions[-1])
+                num_turns += int(np.count_nonzero(np.diff(tokens) > 1))
                 # Until its first update a sequence has keys and values of one version only; a plain forward agrees.
                 unmixed = tokens[versions == versions[0]]
                 np.testing.assert_allclose(
@@ -62,7 +63,7 @@ def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_s
     assert max(line["versions_per_rollout/max"] for line in run.metrics) > 1
 
 
-def test_metrics_of_a_run_are_those_of_its_batches(run_recipe: Callable) -> None:
+def test_metrics_of_a_run_are_those_of_its_batches(run_recipe: RunRecipe) -> None:
     run = run_recipe("trainer.max_steps=6", "batch.batch_size=16", "schedule.num_in_flight=32")
     assert [line["version"] for line in run.metrics] == list(range(1, 7))
     for line, batch in zip(run.metrics, run.batches, strict=False):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
+
+from .conftest import RunRecipe
 
 NUM_STEPS = 20
 COMMON = (
@@ -25,7 +25,7 @@ WITHOUT_LAG = {
 
 
 @pytest.mark.slow
-def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: Callable) -> None:
+def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: RunRecipe) -> None:
     conventional = run_recipe(*COMMON, "schedule.type=conventional")
     first, last = conventional.weights.sent[0], conventional.weights.sent[NUM_STEPS]
     assert any(not torch.equal(last[name], first[name]) for name in last), "nothing was learned"
@@ -54,12 +54,12 @@ def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: C
         (1, ("schedule.type=april", "batch.mask_older_than=1")),
     ],
 )
-def test_the_bounds_hold_in_the_real_loops(run_recipe: Callable, bound: int, overrides: tuple[str, ...]) -> None:
+def test_the_bounds_hold_in_the_real_loops(run_recipe: RunRecipe, bound: int, overrides: tuple[str, ...]) -> None:
     run = run_recipe(*COMMON, *overrides)
     assert max(run.trainer.lag_histogram) == bound
 
 
-def test_tokens_that_are_too_old_carry_no_loss(run_recipe: Callable) -> None:
+def test_tokens_that_are_too_old_carry_no_loss(run_recipe: RunRecipe) -> None:
     common = (*COMMON, "schedule.type=april", "schedule.over_sampling=3", "trainer.max_steps=8")
     masked = run_recipe(*common, "batch.mask_older_than=0")
     num_masked = 0
@@ -73,7 +73,7 @@ def test_tokens_that_are_too_old_carry_no_loss(run_recipe: Callable) -> None:
     assert num_masked > 0, "no rollout was carried over: the run shows nothing about masking"
 
 
-def test_april_goes_on_with_the_tokens_it_aborted(run_recipe: Callable) -> None:
+def test_april_goes_on_with_the_tokens_it_aborted(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "schedule.type=april", "schedule.over_sampling=2", "trainer.max_steps=10")
     assert run.actor.num_aborted > 0
     assert max(line["versions_per_rollout/max"] for line in run.metrics) > 1
@@ -88,7 +88,7 @@ def test_april_goes_on_with_the_tokens_it_aborted(run_recipe: Callable) -> None:
     assert max(line["versions_per_rollout/max"] for line in bounded.metrics) == 2
 
 
-def test_dynamic_sampling_leaves_out_groups_without_signal(run_recipe: Callable) -> None:
+def test_dynamic_sampling_leaves_out_groups_without_signal(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "batch.dynamic_sampling=true", "trainer.max_steps=6", "schedule.num_in_flight=24")
     assert run.actor.num_filtered_groups > 0
     for batch in run.batches:

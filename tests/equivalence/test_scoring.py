@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,14 @@ from midflight.models.policy import PackedPolicy
 from midflight.preprocess.packing import pack
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams, Trajectory
+from narrowing import present
 
 LONGEST = 56  # tokens: 32 of a prompt and 24 of a response
 
 
-def to_score(count: int, *, max_tokens: int = 0, first_id: int = 100, temperature: float = 0.7):
+def to_score(
+    count: int, *, max_tokens: int = 0, first_id: int = 100, temperature: float = 0.7
+) -> list[GenerationRequest]:
     rng = np.random.default_rng(3)
     longest = 32 if max_tokens else LONGEST
     lengths = [1, 2, 16, 17, longest, *rng.integers(1, longest, count)][:count]
@@ -41,7 +45,7 @@ def neighbors(count: int) -> list[GenerationRequest]:
     return [GenerationRequest(RolloutId(each), prompt, SamplingParams(24), 0) for each, prompt in enumerate(prompts)]
 
 
-def trainer_logprobs(model, token_ids: np.ndarray, temperature: float = 0.7) -> np.ndarray:
+def trainer_logprobs(model: Any, token_ids: np.ndarray, temperature: float = 0.7) -> np.ndarray:
     """Of all tokens but the first."""
     zeros = np.zeros(len(token_ids), np.float32)
     scored = np.arange(len(token_ids)) > 0
@@ -53,13 +57,13 @@ def trainer_logprobs(model, token_ids: np.ndarray, temperature: float = 0.7) -> 
 
 
 def run_to_end(engine: Engine) -> dict[int, Completion]:
-    completions = {}
+    completions: dict[int, Completion] = {}
     while engine.num_in_flight:
         completions.update({completion.rollout_id: completion for completion in engine.step()})
     return completions
 
 
-def assert_scored(model, request: GenerationRequest, completion: Completion, version: int = 0) -> None:
+def assert_scored(model: Any, request: GenerationRequest, completion: Completion, version: int = 0) -> None:
     prompt = completion.prompt
     assert prompt is not None
     assert prompt.token_ids.tolist() == request.prompt_token_ids.tolist()
@@ -117,7 +121,7 @@ def test_greedy_requests_score_at_temperature_one() -> None:
     engine.add([request])
     (completion,) = run_to_end(engine).values()
     expected = trainer_logprobs(model, request.prompt_token_ids, temperature=1.0)
-    np.testing.assert_allclose(completion.prompt.logprobs[1:], expected, atol=1e-4)
+    np.testing.assert_allclose(present(completion.prompt).logprobs[1:], expected, atol=1e-4)
 
 
 def test_preempted_prompts_are_scored_again() -> None:

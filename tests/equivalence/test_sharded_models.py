@@ -26,6 +26,7 @@ from midflight.trainer.full_tensors import full_tensors
 from midflight.trainer.policies import PolicySettings
 from midflight.trainer.process_group import DistributedGroup, join_process_group
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
+from narrowing import instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -114,7 +115,7 @@ def check_exchange(model: Path, group: DistributedGroup, settings: PolicySetting
     single.publish_weights(1)
     if group.rank > 0:
         return
-    expected, found = (trainer._sender.sent[1] for trainer in (single, sharded))
+    expected, found = (instance(trainer._sender, InProcessWeights).sent[1] for trainer in (single, sharded))
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected), "published weights differ"
     files = sorted(path.relative_to(own) for path in own.rglob("*") if path.is_file())

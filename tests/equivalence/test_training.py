@@ -6,11 +6,13 @@ import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from midflight.config import Recipe, load_recipe
 from midflight.launch.build import build_trainer
 from midflight.launch.objectives import build_objective
 from midflight.losses.cispo import cispo
@@ -26,13 +28,19 @@ from midflight.losses.reinforce import reinforce
 from midflight.models.attention import PACKED_ATTENTION, PackedSequences
 from midflight.models.policy import PackedPolicy
 from midflight.preprocess.packing import pack
-from midflight.protocols import PolicyOutputs
+from midflight.protocols import PolicyOutputs, TrainerBackend
 from midflight.testing.fakes import InProcessWeights
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_model
 from midflight.trainer.inputs import loss_inputs
+from midflight.trainer.single import SingleProcessTrainer
 from midflight.types import Microbatch, RolloutId, Trajectory
+from narrowing import instance, present
 
-from .conftest import RECIPE, load_recipe
+from .conftest import RECIPE
+
+
+def single_trainer(recipe: Recipe) -> SingleProcessTrainer:
+    return instance(build_trainer(recipe, InProcessWeights()), SingleProcessTrainer)
 
 
 def trajectories(lengths: list[int]) -> list[Trajectory]:
@@ -105,13 +113,13 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_gradient() -> None:
 
 def gradients(microbatches: list[Microbatch], num_tokens: int) -> dict[str, torch.Tensor]:
     recipe = load_recipe(RECIPE)
-    trainer, objective = build_trainer(recipe, InProcessWeights()), build_objective(recipe)
+    trainer, objective = single_trainer(recipe), build_objective(recipe)
     trainer.init(rank=0)
     counts = BatchCounts(num_tokens, num_sequences=8, max_response_tokens=recipe.sampling.max_tokens)
     for microbatch in microbatches:
         inputs = loss_inputs(microbatch, trainer.forward(microbatch), None, counts, objective)
         trainer.backward(objective(inputs).loss)
-    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    return {name: present(parameter.grad).clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def test_the_gradient_does_not_depend_on_the_split_or_the_order() -> None:
@@ -174,7 +182,7 @@ def gradient_of(
     for microbatch in microbatches:
         with torch.no_grad():
             old, old_values = other(microbatch)
-        logprobs = np.zeros(len(microbatch.token_ids))
+        logprobs: Any = np.zeros(len(microbatch.token_ids))  # float64, as the policies are
         logprobs[microbatch.loss_mask] = old.logprobs.numpy()
         scores, values = policy(microbatch)
         inputs = loss_inputs(
@@ -196,7 +204,7 @@ def two_policies() -> tuple[PackedPolicy, PackedPolicy]:
     In float64, GPT-2's norms too: in float32 the order of the sums alone makes 8e-7 of the largest gradient.
     """
     policy = PackedPolicy(tiny_model("gpt2"), 0.9, with_values=True, entropy_gradient=True).double()
-    torch.nn.init.normal_(policy.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(present(policy.value_head).weight, std=0.1, generator=torch.Generator().manual_seed(0))
     other = copy.deepcopy(policy)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -238,7 +246,7 @@ def test_no_loss_depends_on_how_a_batch_is_split_packed_or_ordered(
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
-    trainer = build_trainer(load_recipe(RECIPE), InProcessWeights())
+    trainer = single_trainer(load_recipe(RECIPE))
     trainer.init(rank=0)
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     (microbatch,) = pack(trajectories([20]), 64)
@@ -255,12 +263,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
 def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (microbatch,) = pack(trajectories([20, 33, 8]), 128)
 
-    def step(trainer) -> None:  # type: ignore[no-untyped-def]
+    def step(trainer: TrainerBackend) -> None:
         policy_logprobs = trainer.forward(microbatch).logprobs
         trainer.backward(-policy_logprobs.mean())
         trainer.optimizer_step(2e-4)
 
-    straight, resumed = (build_trainer(load_recipe(RECIPE), InProcessWeights()) for _ in range(2))
+    straight, resumed = (single_trainer(load_recipe(RECIPE)) for _ in range(2))
     for trainer in (straight, resumed):
         trainer.init(rank=0)
     step(straight)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from midflight.config import load_recipe
 from midflight.launch.build import build_trainer
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
@@ -23,8 +23,9 @@ from midflight.testing.fakes import InProcessWeights
 from midflight.trainer.policies import ADAPTER_DIRECTORY, trained_parameters
 from midflight.trainer.single import SingleProcessTrainer
 from midflight.types import Microbatch, RolloutId, Trajectory
+from narrowing import instance, present
 
-from .conftest import RECIPE, load_recipe
+from .conftest import RECIPE, RunRecipe
 
 BFLOAT16, RECOMPUTED, LORA = "trainer.dtype=bfloat16", "trainer.activation_checkpointing=true", "trainer.lora_rank=4"
 VALUES = "advantage.type=value"
@@ -34,7 +35,7 @@ OPTIONS = [options for count in range(4) for options in itertools.combinations((
 
 
 def trainer_with(*options: str) -> SingleProcessTrainer:
-    trainer = build_trainer(load_recipe(RECIPE, options), InProcessWeights())
+    trainer = instance(build_trainer(load_recipe(RECIPE, options), InProcessWeights()), SingleProcessTrainer)
     trainer.init(rank=0)
     return trainer
 
@@ -65,12 +66,12 @@ def step(trainer: SingleProcessTrainer, seed: int = 0) -> None:
 
 
 def gradients(trainer: SingleProcessTrainer) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in trainer._trained.items()}
+    return {name: present(parameter.grad).clone() for name, parameter in trainer._trained.items()}
 
 
 def published(trainer: SingleProcessTrainer) -> dict[str, Tensor]:
     trainer.publish_weights(1)
-    return trainer._sender.sent[1]
+    return instance(trainer._sender, InProcessWeights).sent[1]
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
@@ -134,8 +135,9 @@ def test_masters_gradients_and_moments_are_float32_and_what_is_computed_is_their
     assert {state["exp_avg"].dtype for state in trainer._optimizer.state.values()} == {torch.float32}
     for name, computed in trainer._computed.policy.model.named_parameters():
         assert torch.equal(computed, trainer.model.get_parameter(name).to(torch.bfloat16)), name
-    assert trainer._computed.policy.value_head.weight is trainer._policy.value_head.weight
-    assert trainer._policy.value_head.weight.dtype == torch.float32
+    head = present(trainer._policy.value_head)
+    assert present(trainer._computed.policy.value_head).weight is head.weight
+    assert head.weight.dtype == torch.float32
     frequencies = trainer._computed.policy.model.model.rotary_emb.inv_freq
     assert torch.equal(frequencies, trainer.model.model.rotary_emb.inv_freq)
 
@@ -235,7 +237,7 @@ def test_only_adapters_and_the_value_head_are_trained() -> None:
         assert torch.equal(trainer.model.get_parameter(name), before), name
     assert len(trainer._optimizer.state) == len(trainer._trained)
     trainer.remember_proximal()
-    assert trainer._proximal.keys() == trainer._trained.keys()
+    assert present(trainer._proximal).keys() == trainer._trained.keys()
 
 
 def test_an_adapter_changes_nothing_at_first_and_is_the_same_in_every_process() -> None:
@@ -287,7 +289,7 @@ def test_a_frozen_base_is_held_once_and_in_bfloat16() -> None:
     ],
 )
 def test_trainer_and_engine_agree_in_a_run_without_lag(
-    options: tuple[str, ...], mean: float, most: float, run_recipe: Callable
+    options: tuple[str, ...], mean: float, most: float, run_recipe: RunRecipe
 ) -> None:
     run = run_recipe(
         *options,

@@ -114,8 +114,8 @@ def our_loss(batch: Batch, policy: torch.Tensor, policy_loss: Loss, denominator:
     return Objective(policy_loss, denominator, MAX_TOKENS, max_ratio=NO_LIMIT, **settings)(inputs).loss
 
 
-NO_DUAL_CLIP = {"max_ratio": NO_LIMIT}
-CASES = {
+NO_DUAL_CLIP: dict[str, Any] = {"max_ratio": NO_LIMIT}
+CASES: dict[str, tuple[Loss, str, dict[str, Any]]] = {
     "grpo": (functools.partial(grpo, **NO_DUAL_CLIP), "sequence_mean", {"loss_type": "grpo"}),
     "grpo with a wide range": (
         functools.partial(grpo, clip_low=0.5, clip_high=1.0, **NO_DUAL_CLIP),
@@ -149,7 +149,7 @@ CASES = {
     # Its epsilon_high is the bound itself.
     "cispo": (functools.partial(cispo, clip_high=0.5), "tokens", {"loss_type": "cispo", "epsilon_high": 1.5}),
 }  # fmt: skip
-KL = {
+KL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without KL": ({}, {}),
     "with KL": ({"kl_coefficient": 0.3, "kl_unbiased": False}, {"beta": 0.3}),
     "with unbiased KL": ({"kl_coefficient": 0.3}, {"beta": 0.3, "use_bias_correction_kl": True}),

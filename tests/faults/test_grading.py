@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import midflight
 import obedient_environment
 from midflight.actor import grading_pool
-from midflight.actor.grading_pool import GradingPool
+from midflight.actor.grading_pool import GradingPool, MakeEnvironment
 from midflight.errors import RolloutError
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
 from obedient_environment import ObedientEnvironment, ObedientTurns
@@ -141,7 +142,7 @@ def test_an_environment_that_ends_its_process_ends_the_run() -> None:
 def test_an_environment_that_is_never_made_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading_pool, "_START_TIMEOUT_S", 1.0)
     with (
-        GradingPool(functools.partial(time.sleep, 1000), 1, TIMEOUT_S) as pool,
+        GradingPool(cast(MakeEnvironment, functools.partial(time.sleep, 1000)), 1, TIMEOUT_S) as pool,
         pytest.raises(RolloutError, match="could not be made in 1 s"),
     ):
         pool.wait_until_ready(TIMEOUT_S)

@@ -95,7 +95,9 @@ class Victims:
 
     def note_batches(self) -> None:
         """While no process is running. A batch that was handed over stays as it is."""
-        batches = {offset: batch.group_ids for offset, batch in batches_of(self.directory).items()}
+        batches: dict[int, list[int]] = {
+            offset: list(batch.group_ids) for offset, batch in batches_of(self.directory).items()
+        }
         for index, chosen in waiting_of(self.directory).items():
             batches[index] = [group.group_id for group in chosen.groups]
         for offset in batches.keys() & self.trained.keys():

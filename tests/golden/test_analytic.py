@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,7 +225,7 @@ def test_turns_with_shorter_responses() -> None:
     ],
 )
 def test_how_much_the_speed_up_depends_on(
-    changes: dict[str, object], gain: float, lag: int, gain_at_132: float | None
+    changes: dict[str, Any], gain: float, lag: int, gain_at_132: float | None
 ) -> None:
     workload = replace(paper_workload(), **changes)
     best, at = best_speed_up(workload)

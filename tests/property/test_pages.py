@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
 from midflight.engine.pages import PagePool
 from midflight.engine.running_batch import RunningBatch
@@ -120,9 +122,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.slots[scored_after].tolist() == plan.scored_slots.tolist()
         assert (plan.positions[scored_after] + 1).tolist() == plan.scored_positions.tolist()
         assert num_logits + len(plan.cached_logits) == len(plan.sampled_slots)
-        for logits, row in zip(plan.cached_logits, plan.sampled_slots[num_logits:], strict=True):
+        for cached, row in zip(plan.cached_logits, plan.sampled_slots[num_logits:], strict=True):
             length = self.running.lengths[row]
-            assert logits.clone() == (self.running.token_ids[row, :length].tobytes(), self.version)  # type: ignore[comparison-overlap]
+            assert cached.clone() == (self.running.token_ids[row, :length].tobytes(), self.version)
         sampled = self.rng.integers(0, 4, len(plan.sampled_slots)).astype(np.int32)
         logits = _Logits(
             (self.running.token_ids[row, : self.running.lengths[row]].tobytes(), self.version)
@@ -130,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self._check_contents(plan.slots, plan.positions)
         logprobs, scores = np.zeros(len(sampled), np.float32), self._scores(plan.scored_positions, self.version)
-        return self.scheduler.record(plan, logits, sampled, logprobs, scores, self.version)  # type: ignore[arg-type]
+        return self.scheduler.record(plan, cast(Tensor, logits), sampled, logprobs, scores, self.version)
 
     @staticmethod
     def _scores(positions: np.ndarray, version: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +38,18 @@ from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.tracing.spans import Tracer
 from midflight.trainer.state import TrainerState
-from midflight.types import BatchChoice, ChosenBatch, Completion, Rollout, RolloutGroup, SamplingParams, TrainingBatch
+from midflight.types import (
+    BatchChoice,
+    ChosenBatch,
+    Completion,
+    FleetView,
+    ReadyGroup,
+    Rollout,
+    RolloutGroup,
+    RolloutId,
+    SamplingParams,
+    TrainingBatch,
+)
 
 GROUP_SIZE = 2
 NUM_STEPS = 12
@@ -299,7 +310,7 @@ def test_april_loses_nothing_and_bounds_the_versions_of_a_rollout(
     on_hand = [part for rollout in run.actor.open_rollouts() for part in run.actor.tokens_of(rollout, 0)]
     batched = [rollout.generated for batch in run.batches for rollout in members(batch)]
     if not world.failing:
-        assert state.generated_tokens == sum(map(len, [*on_hand, *batched])) - sum(
+        assert state.generated_tokens == sum(map(len, on_hand)) + sum(map(len, batched)) - sum(
             len(run.generator.generated(rollout)) - carried for rollout, carried in run_in_flight(run)
         )
     if max_versions is not None:
@@ -355,7 +366,7 @@ def test_a_hard_bound_holds_with_engines_at_different_versions(
 ) -> None:
     batch_size = num_groups * GROUP_SIZE
     world = replace(world, update_ticks=world.update_ticks or 2)
-    schedules = [
+    schedules: list[Schedule] = [
         PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag),
         BoundedSchedule(batch_size, max_lag),
         BoundedSchedule(batch_size, max_lag, "boundary"),
@@ -393,7 +404,7 @@ def test_the_pipeline_keeps_its_rollouts_in_flight_on_every_engine() -> None:
     assert min(each.num_in_flight for each in run.members.values()) >= 2
 
 
-def run_in_flight(run: Run) -> list[tuple[int, int]]:
+def run_in_flight(run: Run) -> list[tuple[RolloutId, int]]:
     """Ids of rollouts in flight, and how many of their tokens are counted already."""
     return [
         (rollout.rollout_id, len(rollout.generated))
@@ -561,7 +572,7 @@ def test_a_cap_on_admissions_alone_would_not_bound_the_lag() -> None:
 
     @dataclass(frozen=True, slots=True)
     class FinishOrder(PipelineSchedule):
-        def choose_batch(self, fleet, ready):  # type: ignore[no-untyped-def]
+        def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
             return take_batch(ready, self.batch_size)
 
     world = World(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1, 1], train_ticks=[1], grade_ticks=[0])
@@ -574,10 +585,12 @@ def test_april_without_carry_over_of_finished_groups_would_wait_for_ever() -> No
 
     @dataclass(frozen=True, slots=True)
     class Forgetful(AprilSchedule):
-        def choose_batch(self, fleet, ready):  # type: ignore[no-untyped-def]
+        def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
             choice = AprilSchedule.choose_batch(self, fleet, ready)
-            surplus = choice and tuple(group.group_id for group in ready if group.group_id not in choice.train)
-            return choice and replace(choice, drop=surplus)
+            if choice is None:
+                return None
+            surplus = tuple(group.group_id for group in ready if group.group_id not in choice.train)
+            return replace(choice, drop=surplus)
 
     world = World(lengths=[1, 1, 1, 9], train_ticks=[1], grade_ticks=[0])
     run = Run(AprilSchedule(2, 1, 2.0), 2, world, group_size=1).finish()
@@ -698,7 +711,7 @@ def test_starving_the_long_ones_would_be_seen() -> None:
 
     @dataclass(frozen=True, slots=True)
     class ShortestFirst(PipelineSchedule):
-        def choose_batch(self, fleet, ready):  # type: ignore[no-untyped-def]
+        def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
             if len(ready) < 32:
                 return None
             ordered = sorted(ready, key=lambda group: sum(world.length_of(group.group_id * 2 + i) for i in (0, 1)))

@@ -51,7 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The same, with a chat template that refuses what no user says."""
+    """Tokenizer with a chat template that refuses system messages."""
     with_template = copy.deepcopy(tokenizer)
     with_template.chat_template = (
         "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('only users may speak') }}"
@@ -62,7 +62,7 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 @contextmanager
 def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
-    """Starts servers; options are those of `create_app`, and another generator, tokenizer or set of stop tokens."""
+    """Yield a function that starts a server; `options` go to `create_app`."""
     with ExitStack() as stack:
 
         def start(
@@ -92,12 +92,13 @@ def start_server(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
 
 @pytest.fixture(name="running")
 def running_fixture() -> RunApp:
-    """For tests that start and stop a server of their own: application and port to its URL."""
+    """Return `running`, for tests that start and stop their own server."""
     return running
 
 
 @contextmanager
 def running(app: Any, port: int = 0) -> Iterator[str]:
+    """Serve an application until the end of the block, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", port))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
@@ -113,7 +114,7 @@ def running(app: Any, port: int = 0) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def server(tokenizer: PreTrainedTokenizerFast) -> Iterator[Server]:
-    """One for all tests of a file that leave it as it was."""
+    """Server shared by the tests of a file, which must not change its state."""
     with server_starter(tokenizer) as start:
         yield start()
 

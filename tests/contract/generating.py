@@ -1,4 +1,4 @@
-"""Requests for a tiny model, and all that a generator answers."""
+"""Requests for a tiny model, and a loop that collects every completion."""
 
 from __future__ import annotations
 

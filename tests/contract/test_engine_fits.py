@@ -1,4 +1,4 @@
-"""A server joins a run only if it can do what the run needs."""
+"""Checks of a server before it joins a run: sequence length and vocabulary."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 FITS = ("engine.max_prompt_tokens=32", "sampling.max_tokens=24")
 
 
-def test_a_server_that_fits(server: Server) -> None:
+def test_a_matching_server_connects(server: Server) -> None:
     connect(load_recipe(RECIPE, FITS), server.url, threading.Event()).close()
 
 
-def test_sequences_that_are_too_long_for_it(server: Server) -> None:
+def test_a_server_with_shorter_sequences_is_refused(server: Server) -> None:
     recipe = load_recipe(RECIPE, ["engine.max_prompt_tokens=33", "sampling.max_tokens=24"])
     with pytest.raises(ModelError, match=r"up to 56 tokens, and engine\.max_prompt_tokens .* = 57"):
         connect(recipe, server.url, threading.Event())
 
 
-def test_another_vocabulary(server: Server, tmp_path: Path) -> None:
+def test_a_server_with_another_vocabulary_is_refused(server: Server, tmp_path: Path) -> None:
     config = json.loads((RECIPE.parent / "models" / "chain_sums" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
     recipe = load_recipe(RECIPE, [*FITS, f"model.path={tmp_path}"])
@@ -40,6 +40,6 @@ def test_another_vocabulary(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nothing", "http://[", "ftp://127.0.0.1"])
-def test_nobody_is_there(url: str) -> None:
+def test_a_url_without_server_is_an_error(url: str) -> None:
     with pytest.raises(GenerationLostError):
         connect(load_recipe(RECIPE, FITS), url, threading.Event())

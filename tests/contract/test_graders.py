@@ -1,4 +1,4 @@
-"""What every grader promises: each response comes back once, with a grade or with the reason why there is none."""
+"""Contract of every grader: each response comes back once, with a grade or with the reason for its absence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBLEM = Problem("0", "0", "0")
 
 @pytest.fixture(scope="module", params=["immediate", "pool"])
 def grader(request: pytest.FixtureRequest) -> Iterator[Grader]:
-    """One for all tests: each leaves it with nothing pending."""
+    """Grader shared by all tests; each test leaves nothing pending."""
     if request.param == "immediate":
         yield ImmediateGrader(ObedientEnvironment())
         return
@@ -29,7 +29,7 @@ def grader(request: pytest.FixtureRequest) -> Iterator[Grader]:
 
 @pytest.fixture(scope="module", params=["immediate", "pool"])
 def turns(request: pytest.FixtureRequest) -> Iterator[Grader]:
-    """With an environment that has turns."""
+    """Grader of an environment with several turns."""
     if request.param == "immediate":
         yield ImmediateGrader(ObedientTurns())
         return
@@ -38,7 +38,7 @@ def turns(request: pytest.FixtureRequest) -> Iterator[Grader]:
 
 
 def answers(grader: Grader, episodes: dict[int, list[str]]) -> dict[int, GradedResponse]:
-    """What came of the last response of each."""
+    """Return the answer to the last response of each episode."""
     for rollout_id, responses in episodes.items():
         grader.submit(RolloutId(rollout_id), PROBLEM, responses)
     results: list[GradedResponse] = []
@@ -48,14 +48,14 @@ def answers(grader: Grader, episodes: dict[int, list[str]]) -> dict[int, GradedR
 
 
 def graded(grader: Grader, responses: list[str]) -> list[GradedResponse]:
-    """What came of the responses, in their order; each exactly once."""
+    """Return the answers in the order of the responses, each exactly once."""
     for index, response in enumerate(responses):
         grader.submit(RolloutId(index), PROBLEM, [response])
     assert grader.num_pending == len(responses)
     results: list[GradedResponse] = []
     while grader.num_pending:
         new = grader.results(TIMEOUT_S)
-        assert new, "nothing came"
+        assert new, "no result arrived"
         results += new
         assert grader.num_pending == len(responses) - len(results)
     assert grader.results() == []
@@ -68,13 +68,13 @@ def test_every_response_comes_back_once_with_its_own_grade(grader: Grader) -> No
     assert results == [GradedResponse(RolloutId(index), Grade(index / 8)) for index in range(500)]
 
 
-def test_nothing_submitted_is_nothing_graded(grader: Grader) -> None:
+def test_no_responses_give_no_results(grader: Grader) -> None:
     assert grader.num_pending == 0
     assert grader.results() == []
-    assert grader.results(60.0) == [], "there is nothing to wait for"
+    assert grader.results(60.0) == [], "nothing is pending, so nothing is waited for"
 
 
-def test_what_is_submitted_between_results_comes_back_too(grader: Grader) -> None:
+def test_responses_submitted_between_results_are_graded(grader: Grader) -> None:
     returned: list[int] = []
     for index in range(100):
         grader.submit(RolloutId(index), PROBLEM, ["reward 1"])
@@ -104,14 +104,14 @@ def test_what_is_submitted_between_results_comes_back_too(grader: Grader) -> Non
         ("system_exit 3", "SystemExit: 3"),
     ],
 )
-def test_what_is_no_grade_is_a_reason_and_costs_nothing_else(grader: Grader, response: str, reason: str) -> None:
+def test_a_bad_grade_fails_only_its_own_rollout(grader: Grader, response: str, reason: str) -> None:
     before, bad, after = graded(grader, ["reward 1", response, "reward 0"])
     assert (before.grade, after.grade) == (Grade(1.0), Grade(0.0))
     assert (bad.rollout_id, bad.grade) == (1, None)
     assert re.fullmatch(rf"{re.escape(reason)}( \(.*obedient_environment.py:\d+\))?", bad.failure)
 
 
-def test_a_reason_is_no_longer_than_a_log_can_bear(grader: Grader) -> None:
+def test_a_failure_reason_is_truncated(grader: Grader) -> None:
     (result,) = graded(grader, [f"raise_long {10**7}"])
     assert result.grade is None
     assert result.failure.startswith("ZeroDivisionError: xxx")
@@ -136,8 +136,8 @@ def test_a_verifier_may_use_processes_of_its_own(grader: Grader) -> None:
     assert [result.grade for result in results] == [Grade(49.0), Grade(64.0)]
 
 
-def test_an_episode_goes_on_until_its_grade(turns: Grader) -> None:
-    """Wherever its earlier turns were taken."""
+def test_an_episode_continues_until_its_grade(turns: Grader) -> None:
+    """The earlier turns may have run in any process."""
     said: dict[int, list[str]] = {index: [] for index in range(60)}
     for turn in range(3):
         said = {index: [*responses, f"say {index} {turn}"] for index, responses in said.items()}
@@ -147,18 +147,18 @@ def test_an_episode_goes_on_until_its_grade(turns: Grader) -> None:
     assert [ended[index].grade for index in range(60)] == [Grade(4.0)] * 60
 
 
-def test_an_episode_that_nobody_knows_is_repeated(turns: Grader) -> None:
+def test_an_unknown_episode_is_repeated_from_its_start(turns: Grader) -> None:
     assert answers(turns, {1: ["say a", "chat b", "count"]})[1].grade == Grade(3.0)
 
 
-def test_another_past_is_another_episode(turns: Grader) -> None:
-    """A rollout that lost tokens says something else the second time."""
+def test_changed_responses_start_another_episode(turns: Grader) -> None:
+    """A rollout that lost tokens may give another response the second time."""
     answers(turns, {1: ["say a"]})
     assert answers(turns, {1: ["say b", "said"]})[1].text == "say b, said"
     assert answers(turns, {1: ["said"]})[1].text == "said"
 
 
-def test_messages_come_back_as_messages(turns: Grader) -> None:
+def test_messages_are_returned_as_messages(turns: Grader) -> None:
     assert answers(turns, {1: ["chat hello"]})[1].text == [{"role": "user", "content": "hello"}]
 
 
@@ -171,7 +171,7 @@ def test_messages_come_back_as_messages(turns: Grader) -> None:
         (["count", "say a"], "RuntimeError: the environment ended an episode that it had continued"),
     ],
 )
-def test_a_turn_that_fails_costs_its_rollout_only(turns: Grader, responses: list[str], reason: str) -> None:
+def test_a_failed_turn_fails_only_its_own_rollout(turns: Grader, responses: list[str], reason: str) -> None:
     for index in range(1, len(responses)):
         answers(turns, {1: responses[:index]})
     results = answers(turns, {0: ["say a", "count"], 1: responses, 2: ["say a", "count"]})

@@ -32,7 +32,10 @@ def client(server: Server) -> Iterator[HTTPGenerator]:
 
 
 def assert_same(one: Completion, other: Completion, rounding: float = 0.0) -> None:
-    """`rounding`: of log-probabilities, where the two engines may have had other batches or cached prefixes (nats)."""
+    """Compare completions.
+
+    `rounding`: tolerance for log-probabilities of engines with different batches or cached prefixes (nats).
+    """
     assert one.finish_reason is other.finish_reason
     for name in ("token_ids", "logprobs", "weight_versions"):
         ours, theirs = getattr(one.generated, name), getattr(other.generated, name)
@@ -40,8 +43,8 @@ def assert_same(one: Completion, other: Completion, rounding: float = 0.0) -> No
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=rounding if name == "logprobs" else 0)
 
 
-def test_completions_are_those_of_the_engine(server: Server, client: HTTPGenerator) -> None:
-    """Bit for bit; paused meanwhile, so that both batch the same sequences."""
+def test_completions_match_the_engine(server: Server, client: HTTPGenerator) -> None:
+    """Bit for bit: the server is paused while requests are added, so both engines form the same batches."""
     engine = tiny_engine(tiny_model())
     engine.add(requests(20))
     server.http.post("/pause")
@@ -58,8 +61,8 @@ def test_completions_are_those_of_the_engine(server: Server, client: HTTPGenerat
     assert client.step() == []
 
 
-def test_a_later_turn_is_that_of_the_engine(server: Server, client: HTTPGenerator) -> None:
-    """Its prompt may be longer than that of a first turn."""
+def test_later_turns_match_the_engine(server: Server, client: HTTPGenerator) -> None:
+    """The prompt of a later turn may be longer than max_prompt_tokens."""
     prompt = np.arange(40, dtype=np.int32)
     later = [replace(each, prompt_token_ids=prompt, first_position=9) for each in requests(6, SamplingParams(12))]
     engine = tiny_engine(tiny_model())
@@ -85,7 +88,7 @@ def test_a_later_turn_is_that_of_the_engine(server: Server, client: HTTPGenerato
         ({"score_prompt": True}, "stream: not with echo"),
     ],
 )
-def test_a_request_that_does_not_fit_is_refused_whole(
+def test_an_invalid_request_refuses_the_whole_call(
     server: Server, client: HTTPGenerator, change: dict[str, object], message: str
 ) -> None:
     server.http.post("/pause")
@@ -97,12 +100,12 @@ def test_a_request_that_does_not_fit_is_refused_whole(
     assert client.num_in_flight == 1
     server.http.post("/resume")
     assert drain(client).keys() == {0}
-    while server.driver.num_in_flight:  # the other two were accepted before, and are aborted
+    while server.driver.num_in_flight:  # the two valid requests were accepted first and are aborted
         server.driver.abort([]).result()
 
 
 class Limited:
-    """A generator that takes `num_steps` steps and then treads on the spot."""
+    """Generator that takes `num_steps` steps; further steps do nothing."""
 
     def __init__(self, generator: Generator, num_steps: int) -> None:
         self._generator, self.num_steps = generator, num_steps
@@ -122,7 +125,7 @@ def wait_for_tokens(client: HTTPGenerator, rollout_id: int, num_tokens: int) -> 
         assert client.step() == []
 
 
-def test_aborted_tokens_come_back_and_go_on(start_server: StartServer) -> None:
+def test_aborted_requests_can_be_resumed(start_server: StartServer) -> None:
     engine = tiny_engine(tiny_model())
     (request,) = requests(1, LONG)
     engine.add([request])
@@ -146,8 +149,8 @@ def test_aborted_tokens_come_back_and_go_on(start_server: StartServer) -> None:
     assert resumed.generated.logprobs[:3].tolist() == whole.generated.logprobs[:3].tolist()
 
 
-def test_tokens_that_a_request_came_with_are_not_lost_with_the_server(start_server: StartServer) -> None:
-    """Not even before the server says them again."""
+def test_resumed_tokens_survive_the_loss_of_the_server(start_server: StartServer) -> None:
+    """They are kept even before the server has repeated them."""
     engine = tiny_engine(tiny_model())
     (request,) = requests(1, LONG)
     engine.add([request])
@@ -166,7 +169,7 @@ def test_tokens_that_a_request_came_with_are_not_lost_with_the_server(start_serv
         assert len(partial.generated.logprobs) == len(partial.generated.weight_versions) == 9
 
 
-def test_several_clients_are_waited_for_at_once(start_server: StartServer) -> None:
+def test_one_event_waits_for_several_clients(start_server: StartServer) -> None:
     ended = threading.Event()
     with ExitStack() as stack:
         clients = [
@@ -182,11 +185,11 @@ def test_several_clients_are_waited_for_at_once(start_server: StartServer) -> No
         assert [client.step() for client in clients] == [[], []]
 
 
-def test_a_server_that_was_started_again_is_not_asked_with_its_old_weights(start_server: StartServer) -> None:
+def test_a_restarted_server_with_old_weights_is_refused(start_server: StartServer) -> None:
     first = start_server()
     with HTTPGenerator(first.url) as client:
         client.update_weights(3, weights_of(tiny_model(seed=1)))
-        first.driver.weight_version = 0  # as after a start
+        first.driver.weight_version = 0  # as after a restart
         with pytest.raises(GenerationError, match="the weights are of version 0, and 3 is asked for"):
             client.add(requests(1))
         assert client.num_in_flight == 0
@@ -195,12 +198,12 @@ def test_a_server_that_was_started_again_is_not_asked_with_its_old_weights(start
         drain(client)
 
 
-def test_limits(client: HTTPGenerator) -> None:
+def test_limits_of_the_server(client: HTTPGenerator) -> None:
     limits = client.limits()
     assert (limits.vocab_size, limits.max_length, limits.max_choices) == (VOCAB_SIZE, 32 + 24, 16)
 
 
-def test_abort_while_paused_gives_back_what_never_ran(server: Server, client: HTTPGenerator) -> None:
+def test_abort_while_paused_returns_waiting_requests(server: Server, client: HTTPGenerator) -> None:
     server.http.post("/pause")
     client.add(requests(10))
     aborted = client.abort([RolloutId(each) for each in range(10)])
@@ -210,7 +213,7 @@ def test_abort_while_paused_gives_back_what_never_ran(server: Server, client: HT
 
 
 class Hooked(dict):  # type: ignore[type-arg]
-    """Weights that call back when the transfer has begun: when the first tensor is packed."""
+    """Weights that call `hook` when the first tensor is packed, which starts the transfer."""
 
     def __init__(self, weights: dict[str, torch.Tensor], hook: Callable[[], object]) -> None:
         super().__init__(weights)
@@ -223,8 +226,8 @@ class Hooked(dict):  # type: ignore[type-arg]
         return super().__getitem__(name)
 
 
-def test_weights_change_in_flight(start_server: StartServer) -> None:
-    """What was sampled before and after the update is what an engine gives that is updated at the same step."""
+def test_update_keeps_requests_in_flight(start_server: StartServer) -> None:
+    """Tokens sampled after the update match an engine with the new weights; the server keeps answering meanwhile."""
     server = start_server()
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     with HTTPGenerator(server.url, chunk_tokens=1, bucket_bytes=4096) as client:
@@ -253,8 +256,8 @@ def test_weights_change_in_flight(start_server: StartServer) -> None:
         assert client.weight_version == 4
 
 
-def test_an_update_in_flight_is_the_engines_own(start_server: StartServer) -> None:
-    """The same tokens and logprobs as an engine that is updated after the same number of steps."""
+def test_update_in_flight_matches_the_engine(start_server: StartServer) -> None:
+    """Tokens and log-probabilities match an engine that is updated after the same number of steps."""
     new = weights_of(tiny_model(seed=1))
     expected, engine = tiny_engine(tiny_model()), tiny_engine(tiny_model())
     limited = Limited(engine, num_steps=5)
@@ -287,7 +290,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
         (lambda weights: {**weights, NAME: weights[NAME] / 0}, f"version 1 of the weights is refused: {NAME} has NaN"),
     ],
 )
-def test_weights_that_do_not_fit_leave_the_old_ones_serving(
+def test_a_refused_update_keeps_the_old_weights(
     start_server: StartServer, change: Callable[[Weights], Weights], message: str
 ) -> None:
     server = start_server(tiny_engine(tiny_model(), max_update_pause_s=1e-9))
@@ -303,7 +306,7 @@ def test_weights_that_do_not_fit_leave_the_old_ones_serving(
         assert client.weight_version == 2
 
 
-def test_two_updates_at_once(start_server: StartServer) -> None:
+def test_a_second_concurrent_update_is_refused(start_server: StartServer) -> None:
     server = start_server()
     weights = weights_of(tiny_model(seed=1))
     body = {"version": 9, "names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
@@ -319,7 +322,7 @@ def test_two_updates_at_once(start_server: StartServer) -> None:
         assert answers[0].status_code == 409
         assert answers[0].json()["error"]["code"] == "update_in_progress"
         assert first.weight_version == 1
-        second.update_weights(2, weights)  # takes the server over
+        second.update_weights(2, weights)  # creates a new process group with the server
         assert first.weight_version == 2
 
 
@@ -331,14 +334,14 @@ def fail() -> None:
     raise BrokenOffError
 
 
-def test_a_sender_that_breaks_off_leaves_the_old_weights_serving(start_server: StartServer) -> None:
+def test_an_interrupted_update_keeps_the_old_weights(start_server: StartServer) -> None:
     server = start_server()
     weights = weights_of(tiny_model(seed=1))
     with HTTPGenerator(server.url, bucket_bytes=4096) as client:
         with pytest.raises(BrokenOffError):
             client.update_weights(1, Hooked(weights, fail))
         while (response := server.http.post("/request_weight_update", json=announcement())).status_code == 409:
-            pass  # the server is still finding out
+            pass  # the server has not noticed the interruption yet
         assert response.status_code == 400
         assert "no process group" in response.json()["error"]["message"]
         assert client.weight_version == 0
@@ -358,13 +361,13 @@ def announcement() -> dict[str, object]:
     }
 
 
-def test_a_late_sender_is_given_up(start_server: StartServer) -> None:
-    """It begins to send when the server has already answered that it waited long enough."""
+def test_a_late_sender_times_out(start_server: StartServer) -> None:
+    """The sender starts after the server has stopped waiting."""
     server = start_server()
     answered: list[httpx.Response] = []
     with HTTPGenerator(server.url, timeout_s=1) as client:
         client.update_weights(1, weights_of(tiny_model(seed=0)))
-        # Nobody sends what this announces.
+        # No sender follows this announcement.
         answered.append(server.http.post("/request_weight_update", json={**announcement(), "version": 2}))
         assert answered[0].status_code == 400
         error = answered[0].json()["error"]
@@ -377,7 +380,7 @@ def test_a_late_sender_is_given_up(start_server: StartServer) -> None:
         assert client.weight_version == 4
 
 
-def test_the_admin_token(start_server: StartServer) -> None:
+def test_admin_routes_need_the_token(start_server: StartServer) -> None:
     server = start_server(admin_token="sesame")
     routes: dict[str, dict[str, object] | None] = {
         "/abort": {"rollout_ids": []},
@@ -403,7 +406,7 @@ def test_the_admin_token(start_server: StartServer) -> None:
         assert client.weight_version == 1
 
 
-def test_joining_nobody(server: Server) -> None:
+def test_joining_an_absent_process_group_is_refused(server: Server) -> None:
     with httpx.Client(base_url=server.url) as http:
         body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
         response = http.post("/init_process_group", json=body)
@@ -415,6 +418,6 @@ def test_joining_nobody(server: Server) -> None:
         assert response.status_code == 400
 
 
-def test_nobody_is_there() -> None:
+def test_a_url_without_server_is_an_error() -> None:
     with pytest.raises(GenerationLostError, match=r"127\.0\.0\.1:9/health"):
         HTTPGenerator("http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""The OpenAI side of the server, through the official client where it can ask."""
+"""OpenAI-compatible routes of the server, called through the official client where possible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def chatty(start_server: StartServer, chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
-    """A client of a server whose tokenizer has a chat template."""
+    """Client of a server whose tokenizer has a chat template."""
     server = start_server(served_tokenizer=chat_tokenizer)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         yield client
@@ -58,20 +58,18 @@ def in_process(prompt: list[int], sampling: SamplingParams, seed: int, rollout_i
     return sorted(completions, key=lambda completion: completion.rollout_id)
 
 
-def test_each_of_the_models_stop_tokens_ends_a_response(client: openai.OpenAI, start_server: StartServer) -> None:
+def test_every_stop_token_of_the_model_ends_a_response(client: openai.OpenAI, start_server: StartServer) -> None:
     asked = {"model": "tiny", "prompt": "a1:", "seed": 2, "extra_body": {"return_token_ids": True}}
     (whole,) = complete(client, **asked).choices
     last = whole.token_ids[4]
     server = start_server(stop_token_ids=(2, last))
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as with_two_ends:
-        (choice,) = complete(with_two_ends, **asked).choices
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as other_client:
+        (choice,) = complete(other_client, **asked).choices
     end = whole.token_ids.index(last) + 1
     assert (choice.token_ids, choice.finish_reason) == (whole.token_ids[:end], "stop")
 
 
-def test_the_text_that_is_served_is_the_text_that_is_graded(
-    client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_served_text_matches_graded_text(client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
     answer = complete(client, model="tiny", prompt="a1:", n=8, seed=2, extra_body={"return_token_ids": True})
     assert any(set(choice.token_ids[:-1]) & set(tokenizer.all_special_ids) for choice in answer.choices)
     for choice in answer.choices:
@@ -80,7 +78,7 @@ def test_the_text_that_is_served_is_the_text_that_is_graded(
         assert choice.text == response_text(tokenizer, generated, FinishReason(choice.finish_reason))
 
 
-def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_completions_match_the_engine(client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
     answer = complete(
         client,
         model="tiny",
@@ -108,7 +106,7 @@ def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, tokenizer:
     assert answer.usage.total_tokens == num_tokens + 3
 
 
-def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
+def test_streamed_chunks_join_to_the_whole_completion(client: openai.OpenAI) -> None:
     options = {"model": "tiny", "prompt": "a1:", "n": 2, "max_tokens": 12, "seed": 5, "logprobs": 0}
     extra = {"return_token_ids": True}
     whole = complete(client, **options, extra_body=extra)
@@ -119,16 +117,16 @@ def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
     for choice in whole.choices:
         pieces = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
-        assert len(pieces) == 12, "one token a chunk"
+        assert len(pieces) == 12, "one token per chunk"
         assert "".join(piece.text for piece in pieces) == choice.text
         assert [token for piece in pieces for token in piece.token_ids] == choice.token_ids
         logprobs = [value for piece in pieces for value in piece.logprobs.token_logprobs]
-        # A prompt that is known by now is batched differently, which may round differently.
+        # The prompt is in the prefix cache now; another batch composition rounds differently.
         np.testing.assert_allclose(logprobs, choice.logprobs.token_logprobs, atol=1e-5)
         assert [piece.finish_reason for piece in pieces] == [None] * 11 + [choice.finish_reason]
 
 
-def test_chunks_can_be_larger(client: openai.OpenAI) -> None:
+def test_chunk_size_is_configurable(client: openai.OpenAI) -> None:
     chunks = list(
         complete(
             client,
@@ -142,7 +140,7 @@ def test_chunks_can_be_larger(client: openai.OpenAI) -> None:
     assert [len(chunk.choices[0].token_ids) for chunk in chunks] == [4, 4, 2]
 
 
-def test_chat(chatty: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chat_completions(chatty: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
     options = {"model": "tiny", "messages": [{"role": "user", "content": "a1"}], "max_tokens": 9, "seed": 1}
     whole = chat(chatty, **options, logprobs=True, extra_body={"return_token_ids": True})
     assert whole.prompt_token_ids == tokenizer.encode("a1:")
@@ -160,8 +158,8 @@ def test_chat(chatty: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None
     assert again.choices[0].message.content == choice.message.content
 
 
-def test_a_seed_alone_makes_a_request_repeatable(client: openai.OpenAI) -> None:
-    """Even while the same request is in flight: the later one waits."""
+def test_a_seed_makes_requests_repeatable(client: openai.OpenAI) -> None:
+    """A request with the seed of one in flight waits for it."""
     texts: dict[int, str] = {}
 
     def ask(index: int) -> None:
@@ -177,7 +175,7 @@ def test_a_seed_alone_makes_a_request_repeatable(client: openai.OpenAI) -> None:
     assert complete(client, model="tiny", prompt="a1:", seed=8).choices[0].text != texts[0]
 
 
-def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(server: Server, client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_text_and_frees_the_slot(server: Server, client: openai.OpenAI) -> None:
     whole = complete(
         client, model="tiny", prompt="a1:", seed=2, extra_body={"return_token_ids": True, "stop_token_ids": []}
     ).choices[0]
@@ -197,7 +195,7 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(server: Server,
     assert server.driver.num_in_flight == 0
 
 
-def test_an_interrupted_completion_goes_on_as_if_nothing_had_happened(server: Server) -> None:
+def test_a_resumed_completion_matches_the_uninterrupted_one(server: Server) -> None:
     body = {
         "prompt": [3, 4], "max_tokens": 20, "seed": 1, "rollout_id": 6, "logprobs": 0, "return_token_ids": True,
         "stop_token_ids": [],
@@ -217,14 +215,14 @@ def test_an_interrupted_completion_goes_on_as_if_nothing_had_happened(server: Se
     )
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_lists_the_limits(client: openai.OpenAI) -> None:
     models: Any = client.models.list()
     (model,) = models
     assert (model.id, model.vocab_size, model.max_length, model.max_choices) == ("tiny", 44, 56, 16)
 
 
-def test_several_prompts_are_so_many_requests(client: openai.OpenAI) -> None:
-    """Choices come in the order of the prompts, the samples of one prompt side by side."""
+def test_each_prompt_is_a_separate_request(client: openai.OpenAI) -> None:
+    """Choices are ordered by prompt; the samples of a prompt are adjacent."""
     options = {"model": "tiny", "max_tokens": 6, "seed": 3}
     answer = complete(
         client, prompt=[[5, 6], [7]], n=2, extra_body={"return_token_ids": True, "rollout_id": 40}, **options
@@ -251,7 +249,7 @@ def scored_in_process(prompt: list[int], temperature: float = 1.0) -> list[float
 
 
 def test_echo_scores_prompts(client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Longer ones than any that is answered, up to prompt and response together."""
+    """Scored prompts may be as long as a prompt and a response together."""
     prompts = [[5, 6, 7], [9], [2 + position % 40 for position in range(56)]]
     answer = complete(client, model="tiny", prompt=prompts, echo=True, max_tokens=0, logprobs=1, temperature=0.8,
         extra_body={"return_token_ids": True},
@@ -270,7 +268,7 @@ def test_echo_scores_prompts(client: openai.OpenAI, tokenizer: PreTrainedTokeniz
         assert choice.text == tokenizer.decode(prompt, skip_special_tokens=True)
 
 
-def test_echo_puts_the_prompt_before_what_is_sampled(client: openai.OpenAI) -> None:
+def test_echo_puts_the_prompt_before_the_response(client: openai.OpenAI) -> None:
     options = {"model": "tiny", "prompt": "a1+2:", "n": 2, "max_tokens": 9, "seed": 5, "logprobs": 1}
     extra = {"return_token_ids": True}
     plain = complete(client, **options, extra_body=extra)
@@ -287,7 +285,7 @@ def test_echo_puts_the_prompt_before_what_is_sampled(client: openai.OpenAI) -> N
         np.testing.assert_allclose(logprobs[1:num_prompt], expected, atol=1e-5)
 
 
-def test_an_aborted_prompt_is_not_echoed(start_server: StartServer) -> None:
+def test_an_aborted_echo_returns_no_prompt(start_server: StartServer) -> None:
     server = start_server()
     server.http.post("/pause")
     answers: list[httpx.Response] = []
@@ -318,7 +316,7 @@ def test_an_aborted_prompt_is_not_echoed(start_server: StartServer) -> None:
         ({"echo": "yes"}, "echo: "),
     ],
 )
-def test_what_does_not_go_with_echo(server: Server, change: dict[str, object], message: str) -> None:
+def test_echo_refuses_other_options(server: Server, change: dict[str, object], message: str) -> None:
     body = {"prompt": [2, 3], "echo": True, "max_tokens": 0, **change}
     response = server.http.post("/v1/completions", json=body)
     assert response.status_code == 400
@@ -374,7 +372,7 @@ def test_what_does_not_go_with_echo(server: Server, change: dict[str, object], m
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_request_names_the_number(
+def test_a_bad_request_names_field_and_value(
     server: Server, change: dict[str, object], status: int, message: str, stream: bool
 ) -> None:
     response = server.http.post("/v1/completions", json={"prompt": [2, 3], **change, "stream": stream})
@@ -385,7 +383,7 @@ def test_a_bad_request_names_the_number(
     assert server.http.post("/v1/completions", json={"prompt": [2]}).status_code == 200
 
 
-def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
+def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="33 tokens"):
         complete(client, model="tiny", prompt=[2] * 33)
     with pytest.raises(openai.NotFoundError, match="no model"):
@@ -394,7 +392,7 @@ def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
         chat(client, model="tiny", messages=[{"role": "user", "content": "a"}])
 
 
-def test_a_template_that_refuses_is_a_bad_request(chatty: openai.OpenAI) -> None:
+def test_a_chat_template_error_is_a_bad_request(chatty: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="only users may speak"):
         chat(chatty, model="tiny", messages=[{"role": "system", "content": "a"}])
 
@@ -413,13 +411,13 @@ def test_a_template_that_refuses_is_a_bad_request(chatty: openai.OpenAI) -> None
         rb'{"prompt": "a", "stop": "\ud800", "n": 0}',
     ],
 )
-def test_a_body_that_is_no_request(server: Server, content: bytes) -> None:
+def test_an_unreadable_body_is_a_bad_request(server: Server, content: bytes) -> None:
     response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_that_is_too_large(start_server: StartServer) -> None:
+def test_a_large_body_is_refused(start_server: StartServer) -> None:
     server = start_server(max_body_bytes=1000)
     ten_megabytes = json.dumps({"prompt": "a" * 10_000_000}).encode()
     headers = {"Content-Type": "application/json"}
@@ -431,7 +429,7 @@ def test_a_body_that_is_too_large(start_server: StartServer) -> None:
     assert server.http.post("/v1/completions", json={"prompt": [2]}).status_code == 200
 
 
-def test_a_body_that_is_too_large_is_not_read_to_its_end(start_server: StartServer) -> None:
+def test_a_large_body_is_not_read_to_its_end(start_server: StartServer) -> None:
     app = start_server(max_body_bytes=1000).app
     num_received = 0
     sent: list[dict[str, Any]] = []
@@ -453,15 +451,15 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(start_server: StartServ
     assert num_received == 3
 
 
-def test_unknown_routes_and_methods_have_the_same_shape(server: Server) -> None:
+def test_unknown_routes_and_methods_return_openai_errors(server: Server) -> None:
     for response in (server.http.get("/nothing"), server.http.get("/v1/completions")):
         assert response.json()["error"]["message"]
     assert response.status_code == 405
     assert response.headers["Allow"] == "POST"
 
 
-def test_a_client_that_hangs_up_gives_its_rows_back(start_server: StartServer) -> None:
-    """Eight rows, all of them paused with requests of clients that leave; the ninth is served."""
+def test_a_disconnected_client_frees_its_slots(start_server: StartServer) -> None:
+    """Paused requests of disconnected clients fill all eight slots; the ninth request is still served."""
     server = start_server()
     server.http.post("/pause")
     body = {"prompt": [2], "stop_token_ids": []}
@@ -483,16 +481,16 @@ def test_a_client_that_hangs_up_gives_its_rows_back(start_server: StartServer) -
 
 
 def wait_until_idle(server: Server) -> None:
-    """Every command is carried out between two steps; so this asks step by step, and not by the clock."""
+    """Wait until no request is in flight. Commands run between two steps, so this polls once per step."""
     for _ in range(100_000):
         server.driver.abort([]).result()
         if server.driver.num_in_flight == 0:
             return
-    pytest.fail("rows were not given back")
+    pytest.fail("slots were not freed")
 
 
 class BrokenGenerator(ScriptedGenerator):
-    """Breaks at its third step."""
+    """Generator whose third step fails."""
 
     def __init__(self) -> None:
         super().__init__(lambda rollout_id: 10)
@@ -506,7 +504,7 @@ class BrokenGenerator(ScriptedGenerator):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_step_that_fails_is_an_error_of_what_was_in_flight(start_server: StartServer, stream: bool) -> None:
+def test_a_failed_step_fails_the_requests_in_flight(start_server: StartServer, stream: bool) -> None:
     server = start_server(BrokenGenerator())
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.APIError, match="generation failed: RuntimeError: out of memory") as raised:

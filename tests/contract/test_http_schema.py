@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document: every answer is documented, and a 5xx only asks to wait."""
+"""Requests generated from the OpenAPI document: every answer is documented; 503 is the only 5xx and asks to retry."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def schema(chat_server: Server) -> BaseSchema:
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_answers_are_documented(schema: BaseSchema, chat_server: Server, method: str, path: str) -> None:
-    """And after all of them the server still answers a plain request."""
+def test_every_answer_is_documented(schema: BaseSchema, chat_server: Server, method: str, path: str) -> None:
+    """Send generated requests to each route; the server still answers a plain request afterwards."""
     statuses = set()
 
     @bounded
     @given(case=schema[path][method].as_strategy())
     def check(case: Any) -> None:
         response = case.call(timeout=30)
-        # Weights that are not there yet are the one refusal that says: ask again later.
+        # Weights that are too old are the only refusal that asks to retry.
         is_too_early = response.status_code == 503 and response.json()["error"]["code"] == "weights_too_old"
         case.validate_response(response, checks=CHECKS[1:] if is_too_early else CHECKS)
         statuses.add(response.status_code)
@@ -76,7 +76,7 @@ def test_answers_are_documented(schema: BaseSchema, chat_server: Server, method:
     assert answer.json()["usage"]["completion_tokens"] > 0
 
 
-def test_every_route_is_documented_with_openais_errors(server: Server) -> None:
+def test_every_route_documents_openai_errors(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert set(ROUTES) | {("POST", "/pause"), ("POST", "/init_process_group")} == routes

@@ -1,4 +1,4 @@
-"""A pool gives what its engines give: one in process, or several behind HTTP."""
+"""Contract of a pool, with one engine in process and with several behind HTTP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
 
 
 class Notes:
-    """What a pool says of its members."""
+    """Log lines of a pool about its members."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -66,13 +66,13 @@ def notes() -> Notes:
 
 
 def assert_same(one: Completion, other: Completion) -> None:
-    """But for sums in another order: another number of sequences may be batched."""
+    """Compare completions; log-probabilities may differ by rounding, because batch sizes differ."""
     assert one.finish_reason is other.finish_reason
     assert one.generated.token_ids.tolist() == other.generated.token_ids.tolist()
     np.testing.assert_allclose(one.generated.logprobs, other.generated.logprobs, atol=1e-5)
 
 
-def test_completions_are_those_of_one_engine(pool: EnginePool) -> None:
+def test_completions_match_one_engine(pool: EnginePool) -> None:
     engine = tiny_engine(tiny_model())
     for generator in (engine, pool):
         generator.add(requests(20))
@@ -84,7 +84,7 @@ def test_completions_are_those_of_one_engine(pool: EnginePool) -> None:
     assert pool.step() == []
 
 
-def test_a_request_that_does_not_fit_is_refused_whole(pool: EnginePool) -> None:
+def test_an_invalid_request_refuses_the_whole_call(pool: EnginePool) -> None:
     bad = replace(requests(1)[0], prompt_token_ids=np.zeros(0, np.int32))
     with pytest.raises(RequestError, match="0 tokens, not 1 to 32"):
         pool.add([*requests(2, first=5), bad])
@@ -94,7 +94,7 @@ def test_a_request_that_does_not_fit_is_refused_whole(pool: EnginePool) -> None:
         pool.generated(RolloutId(5))
 
 
-def test_aborted_requests_go_on_as_if_nothing_had_happened(pool: EnginePool) -> None:
+def test_resumed_requests_match_uninterrupted_ones(pool: EnginePool) -> None:
     engine = tiny_engine(tiny_model())
     engine.add(requests(6, LONG))
     expected = drain(engine)
@@ -104,7 +104,7 @@ def test_aborted_requests_go_on_as_if_nothing_had_happened(pool: EnginePool) -> 
         ended += pool.step()
     partial = pool.abort([RolloutId(each) for each in range(6)])
     ended += drain(pool).values()
-    # A remote engine runs ahead of what its client has read, and may have ended them all.
+    # A remote engine runs ahead of its client, so every request may have ended already.
     assert {each.finish_reason for each in partial} <= {FinishReason.ABORT}
     by_id = {each.rollout_id: each for each in requests(6, LONG)}
     for each in partial:
@@ -117,7 +117,7 @@ def test_aborted_requests_go_on_as_if_nothing_had_happened(pool: EnginePool) -> 
         assert_same(completion, expected[rollout_id])
 
 
-def test_new_weights_take_over_in_flight(pool: EnginePool) -> None:
+def test_update_keeps_requests_in_flight(pool: EnginePool) -> None:
     pool.add(requests(4, LONG))
     pool.update_weights(3, NEW)
     while pool.update_pending:
@@ -133,8 +133,8 @@ def test_new_weights_take_over_in_flight(pool: EnginePool) -> None:
     assert set(completion.generated.weight_versions.tolist()) == {3}
 
 
-def test_an_update_of_one_engine_in_process_is_the_engines_own() -> None:
-    """Token by token, while the weights are copied in slices."""
+def test_embedded_update_matches_the_engine_token_by_token() -> None:
+    """The weights are copied in slices between tokens."""
     pool, engine = pool_of_one(), tiny_engine(tiny_model(), max_update_pause_s=1e-9)
     for generator in (pool, engine):
         generator.add(requests(3, LONG))
@@ -154,16 +154,16 @@ def test_an_update_of_one_engine_in_process_is_the_engines_own() -> None:
 
 
 @contextmanager
-def held_up(running: Any, app: Any, path: str) -> Iterator[tuple[str, threading.Event]]:
-    """The same application at another URL, where it answers nothing at this path while the event is cleared."""
+def blocked(running: Any, app: Any, path: str) -> Iterator[tuple[str, threading.Event]]:
+    """Serve the application at another URL; requests to `path` wait until the event is set."""
     free = threading.Event()
 
-    async def held_up_app(scope: Any, receive: Any, send: Any) -> None:
+    async def blocked_app(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path") == path:
             await asyncio.to_thread(free.wait)
         await app(scope, receive, send)
 
-    with running(held_up_app) as url:
+    with running(blocked_app) as url:
         try:
             yield url, free
         finally:
@@ -183,38 +183,36 @@ def update(pool: EnginePool, version: int) -> list[Completion]:
     return completions
 
 
-def test_a_server_that_cannot_connect_back_keeps_nobody_from_new_weights(
-    start_server: Any, running: Any, notes: Notes
-) -> None:
+def test_an_unreachable_joiner_delays_no_update(start_server: Any, running: Any, notes: Notes) -> None:
     ended = threading.Event()
     with (
         closing(EnginePool(0, OLD, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool,
-        held_up(running, start_server().app, "/init_process_group") as (walled_in, _),
+        blocked(running, start_server().app, "/init_process_group") as (unreachable, _),
     ):
         join(pool, "good", start_server().url, ended)
         while not pool.wait_for_member():
             pass
-        join(pool, "walled_in", walled_in, ended)
+        join(pool, "unreachable", unreachable, ended)
         pool.add(requests(4, LONG))
         done = 0
         for version in (1, 2, 3):
             done += len(update(pool, version))
             assert pool.weight_version == version
         assert done + len(drain(pool)) == 4
-        assert pool.names == {"good", "walled_in"}
+        assert pool.names == {"good", "unreachable"}
         assert notes.said == ["good joined with weights of version 0"]
 
 
-def test_a_server_that_is_slow_over_an_update_is_set_aside(
+def test_a_server_slow_to_update_is_set_aside(
     start_server: Any, running: Any, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rollouts go on at the other with the tokens they have; it gets requests again with the newest weights."""
+    """Its rollouts continue on the other server with their tokens. It gets requests again once it has the newest weights."""
     monkeypatch.setattr(members, "PATIENCE_S", 0.1)
     ended = threading.Event()
     server = start_server()
     with (
         closing(EnginePool(0, OLD, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool,
-        held_up(running, server.app, "/request_weight_update") as (url, free),
+        blocked(running, server.app, "/request_weight_update") as (url, free),
     ):
         free.set()
         join(pool, "good", start_server().url, ended)

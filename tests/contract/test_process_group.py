@@ -1,4 +1,4 @@
-"""Weights over a process group: what arrives is what was sent, or everybody hears that it is not."""
+"""Weights over a process group: they arrive exactly, or every rank gets an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class Receivers:
-    """Receivers by rank; what a server does with an invitation and an announcement."""
+    """Receivers by rank; they handle invitations and announcements as a server does."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, ProcessGroupReceiver] = {}
@@ -67,7 +67,7 @@ def test_every_version_arrives_exactly(num_receivers: int, bucket_bytes: int) ->
     sender.close()
 
 
-def test_buckets_hold_every_tensor_once_and_no_more_than_fit() -> None:
+def test_buckets_hold_each_tensor_once_within_their_size() -> None:
     sizes = [1, 3, 2, 1, 15, 500, 1, 16, 3, 1]
     specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate(sizes)]
     buckets = plan_buckets(specs, 256)
@@ -79,7 +79,7 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_fit() -> None:
         plan_buckets([TensorSpec("a", (1,), "complex64")], 128)
 
 
-def test_only_small_and_strided_tensors_are_copied_for_sending() -> None:
+def test_only_small_and_strided_tensors_are_copied() -> None:
     sent = {
         "large": torch.nn.Parameter(torch.randn(64, 8)),
         "small": torch.randn(3),
@@ -91,12 +91,12 @@ def test_only_small_and_strided_tensors_are_copied_for_sending() -> None:
     for _ in range(2):
         large, small, strided = packer.pack(buckets, sent, torch.device("cpu"))
         assert large.data_ptr() == sent["large"].data_ptr()
-        assert len(small) == 64 + 4, "what aligns the next tensor is not sent"
+        assert len(small) == 64 + 4, "padding after the last tensor is not sent"
         received = buckets[1].views(small) | buckets[2].views(strided)
         assert all(torch.equal(received[name], sent[name]) for name in ("small", "smaller", "strided"))
 
 
-def test_a_receiver_needs_memory_once() -> None:
+def test_a_receiver_reuses_its_memory() -> None:
     receivers = Receivers()
     sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
     sender.connect(receivers.invite)
@@ -108,8 +108,8 @@ def test_a_receiver_needs_memory_once() -> None:
     sender.close()
 
 
-def test_a_refusal_is_heard_at_once() -> None:
-    """No timeout passes: it is longer than the test may take."""
+def test_a_refusal_ends_the_transfer_immediately() -> None:
+    """The timeout is longer than the test may take, so the test cannot pass by waiting."""
     receivers = Receivers()
     sender = ProcessGroupSender("127.0.0.1", timeout_s=3600)
 
@@ -127,12 +127,12 @@ def test_a_refusal_is_heard_at_once() -> None:
     assert torch.equal(arrived["scalar"], torch.tensor(2.0))
 
 
-def test_nothing_can_be_sent_before_connecting() -> None:
+def test_sending_before_connecting_is_an_error() -> None:
     with pytest.raises(WeightUpdateError, match="before the group was set up"):
         ProcessGroupSender("127.0.0.1").send(1, weights(1), Receivers().announce)
 
 
-def test_a_receiver_that_never_joins_is_given_up() -> None:
+def test_a_receiver_that_never_joins_times_out() -> None:
     sender = ProcessGroupSender("127.0.0.1", timeout_s=0.5)
     never = threading.Event()
     with pytest.raises(WeightUpdateError, match=r"not every receiver was ready within 0\.5 s"):
@@ -140,7 +140,7 @@ def test_a_receiver_that_never_joins_is_given_up() -> None:
     never.set()
 
 
-def test_a_receiver_that_leaves_breaks_the_transfer_for_the_sender() -> None:
+def test_the_sender_notices_a_lost_receiver() -> None:
     receivers = Receivers()
     sender = ProcessGroupSender("127.0.0.1", timeout_s=20, bucket_bytes=4 << 20)
     sender.connect(receivers.invite)
@@ -156,7 +156,7 @@ def test_a_receiver_that_leaves_breaks_the_transfer_for_the_sender() -> None:
     assert not sender.is_connected
 
 
-def test_a_sender_that_leaves_breaks_the_transfer_for_the_receiver() -> None:
+def test_the_receiver_notices_a_lost_sender() -> None:
     receivers = Receivers()
     sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
     sender.connect(receivers.invite)
@@ -177,8 +177,8 @@ def test_a_sender_that_leaves_breaks_the_transfer_for_the_receiver() -> None:
         failure.result()
 
 
-def test_only_the_given_address_is_listened_on() -> None:
-    """All of 127.0.0.0/8 is this machine."""
+def test_the_sender_listens_on_the_given_address_only() -> None:
+    """Every address in 127.0.0.0/8 is this machine."""
     receivers, invitations = Receivers(), []
     sender = ProcessGroupSender("127.0.0.1", timeout_s=20)
 
@@ -191,7 +191,7 @@ def test_only_the_given_address_is_listened_on() -> None:
         socket.create_connection(("127.0.0.2", invitations[0].master_port))
 
 
-def test_the_address_for_loopback_is_loopback() -> None:
+def test_loopback_peers_get_the_loopback_address() -> None:
     assert local_address("127.0.0.1", 80) == "127.0.0.1"
     with pytest.raises(WeightUpdateError, match=r"nowhere\.invalid"):
         local_address("nowhere.invalid", 80)

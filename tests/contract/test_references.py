@@ -1,4 +1,4 @@
-"""Every Reference: what the frozen model says of the tokens that carry loss, and nothing of others."""
+"""Contract of every Reference: log-probabilities of the frozen model for tokens with loss, 0 for all others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trajectory(index: int, prompt: np.ndarray, response: np.ndarray, carries_los
 
 
 def shared_prompts() -> Microbatch:
-    """Four groups of rollouts that share their prompts, of 2 to 56 tokens; some response tokens carry no loss."""
+    """Return four groups of rollouts with shared prompts, 2 to 56 tokens each; some response tokens carry no loss."""
     rng = np.random.default_rng(0)
     trajectories = []
     for group, num_prompt in enumerate((1, 9, 17, 32)):
@@ -65,7 +65,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["frozen", "http"])
 def reference_at(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[Callable[[float], Reference]]:
-    """By temperature."""
+    """Return a function from a temperature to a reference."""
     with ExitStack() as stack:
 
         def make(temperature: float) -> Reference:
@@ -78,7 +78,7 @@ def reference_at(request: pytest.FixtureRequest, model_directory: Path) -> Itera
 
 
 @pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
-def test_the_same_logprobs_for_the_same_microbatch(
+def test_logprobs_match_the_frozen_model(
     reference_at: Callable[[float], Reference], model_directory: Path, temperature: float
 ) -> None:
     microbatch = shared_prompts()
@@ -87,7 +87,7 @@ def test_the_same_logprobs_for_the_same_microbatch(
     assert logprobs.shape == microbatch.token_ids.shape
     assert (logprobs[~microbatch.loss_mask] == 0).all()
     assert (logprobs[microbatch.loss_mask] < 0).all()
-    # One trajectory at a time, without anything shared.
+    # One trajectory at a time, without shared prompts.
     for prefix, own in microbatch.sequence_positions():
         both = np.concatenate([prefix, own])
         token_ids, carries_loss = microbatch.token_ids[both], microbatch.loss_mask[both]
@@ -104,14 +104,14 @@ def test_temperature_is_applied(reference_at: Callable[[float], Reference]) -> N
     assert np.abs(cold - warm)[microbatch.loss_mask].mean() > 0.1
 
 
-def test_one_short_sequence(reference_at: Callable[[float], Reference], model_directory: Path) -> None:
+def test_one_sequence_of_two_tokens(reference_at: Callable[[float], Reference], model_directory: Path) -> None:
     (microbatch,) = pack([trajectory(0, np.array([3]), np.array([4]), np.ones(1, np.bool_))], 10)
     expected = FrozenReference(model_directory, TEMPERATURE).logprobs(microbatch)
     np.testing.assert_allclose(reference_at(TEMPERATURE).logprobs(microbatch), expected, atol=1e-4)
 
 
 class Asked:
-    """What `logprobs` gives, asked in a thread."""
+    """Result or exception of `logprobs`, called in a thread."""
 
     def __init__(self, reference: Reference, microbatch: Microbatch) -> None:
         self.answer: object = None
@@ -130,7 +130,7 @@ class Asked:
         return self.answer
 
 
-def test_requests_keep_to_the_limits_of_the_server(server: Server) -> None:
+def test_requests_respect_the_limits_of_the_server(server: Server) -> None:
     """16 choices at once: 20 sequences over one connection are two requests, each of which can be served."""
     server.http.post("/pause")
     with HTTPReference(server.url, 1.0, num_connections=1) as reference:
@@ -142,7 +142,7 @@ def test_requests_keep_to_the_limits_of_the_server(server: Server) -> None:
         asked.result()
 
 
-def test_several_requests_are_under_way_at_once(server: Server) -> None:
+def test_requests_run_concurrently(server: Server) -> None:
     server.http.post("/pause")
     with HTTPReference(server.url, 1.0, num_connections=4) as reference:
         asked = Asked(reference, shared_prompts())
@@ -152,7 +152,7 @@ def test_several_requests_are_under_way_at_once(server: Server) -> None:
         asked.result()
 
 
-def test_an_aborted_request_is_made_again(server: Server, model_directory: Path) -> None:
+def test_an_aborted_request_is_repeated(server: Server, model_directory: Path) -> None:
     microbatch = shared_prompts()
     server.http.post("/pause")
     with HTTPReference(server.url, 1.0, num_connections=1, backoff_s=(0.01,)) as reference:
@@ -167,7 +167,7 @@ def test_an_aborted_request_is_made_again(server: Server, model_directory: Path)
 
 @pytest.fixture
 def app(tokenizer: PreTrainedTokenizerFast) -> Callable[[], object]:
-    """Makes the application of another server."""
+    """Return a function that makes the application of another server."""
 
     def make() -> object:
         served = ServedModel("tiny", tokenizer, (), VOCAB_SIZE, 56, 24, 16)
@@ -176,9 +176,7 @@ def app(tokenizer: PreTrainedTokenizerFast) -> Callable[[], object]:
     return make
 
 
-def test_a_server_that_comes_back_is_asked_again(
-    running: RunApp, app: Callable[[], object], model_directory: Path
-) -> None:
+def test_a_restarted_server_is_asked_again(running: RunApp, app: Callable[[], object], model_directory: Path) -> None:
     microbatch = shared_prompts()
     with running(app()) as url:
         reference = HTTPReference(url, 1.0, backoff_s=(0.05,) * 100)
@@ -189,7 +187,7 @@ def test_a_server_that_comes_back_is_asked_again(
             np.testing.assert_allclose(asked.result(), expected, atol=1e-4)
 
 
-def test_a_server_that_stays_away_is_one_clear_line(running: RunApp, app: Callable[[], object]) -> None:
+def test_an_unreachable_server_is_a_one_line_error(running: RunApp, app: Callable[[], object]) -> None:
     with running(app()) as url:
         reference = HTTPReference(url, 1.0, backoff_s=(0.01, 0.01))
     with reference, pytest.raises(GenerationLostError) as raised:
@@ -198,7 +196,7 @@ def test_a_server_that_stays_away_is_one_clear_line(running: RunApp, app: Callab
     assert "\n" not in str(raised.value)
 
 
-def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
+def test_a_silent_server_times_out(server: Server) -> None:
     server.http.post("/pause")
     with (
         HTTPReference(server.url, 1.0, timeout_s=0.3) as reference,
@@ -206,11 +204,11 @@ def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
     ):
         reference.logprobs(shared_prompts())
     server.http.post("/resume")
-    while server.driver.num_in_flight:  # what it hung up on
+    while server.driver.num_in_flight:  # requests that the reference abandoned
         server.driver.abort([]).result()
 
 
-def test_a_reference_that_is_updated_is_none(start_server: StartServer) -> None:
+def test_a_weight_update_of_the_reference_is_an_error(start_server: StartServer) -> None:
     server = start_server()
     with HTTPReference(server.url, 1.0) as reference:
         reference.logprobs(shared_prompts())
@@ -219,7 +217,7 @@ def test_a_reference_that_is_updated_is_none(start_server: StartServer) -> None:
             reference.logprobs(shared_prompts())
 
 
-def test_a_refusal_says_where_it_is_from(server: Server) -> None:
+def test_a_refusal_names_the_url(server: Server) -> None:
     (microbatch,) = pack([trajectory(0, np.arange(30), np.arange(30), np.ones(30, np.bool_))], 100)
     with (
         HTTPReference(server.url, 1.0) as reference,
@@ -228,7 +226,7 @@ def test_a_refusal_says_where_it_is_from(server: Server) -> None:
         reference.logprobs(microbatch)
 
 
-def test_nobody_is_there() -> None:
+def test_a_url_without_server_is_an_error() -> None:
     with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:9 cannot be reached: "):
         HTTPReference("http://127.0.0.1:9", 1.0)
     with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:99x is no URL: "):
@@ -236,8 +234,8 @@ def test_nobody_is_there() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"object": "list", "data": [{"id": "some", "object": "model"}]}'])
-def test_something_else_is_there(answer: bytes) -> None:
-    """A server of another make says nothing of its vocabulary."""
+def test_another_kind_of_server_is_an_error(answer: bytes) -> None:
+    """Servers of other projects do not report their vocabulary."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -255,7 +253,7 @@ def test_something_else_is_there(answer: bytes) -> None:
         thread.join()
 
 
-def test_another_route_is_no_reference(server: Server) -> None:
+def test_a_url_with_a_route_is_an_error(server: Server) -> None:
     assert httpx.get(f"{server.url}/v1/v1/models").status_code == 404
     with pytest.raises(RequestError, match=f"{server.url}/v1/v1/models: Not Found"):
         HTTPReference(f"{server.url}/v1", 1.0)

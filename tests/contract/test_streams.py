@@ -1,6 +1,6 @@
-"""What every stream promises, then what SQLite and Redis promise besides.
+"""Contract of every stream, then the additional guarantees of SQLite and Redis.
 
-As a program, this file is the other process of a test: `test_streams.py write|read PATH CAPACITY NUM_RECORDS`, or
+Run as a program, this file is the other process of a test: `test_streams.py write|read PATH CAPACITY NUM_RECORDS`, or
 `test_streams.py batches WHERE BATCH`, which writes until it is killed.
 """
 
@@ -52,14 +52,14 @@ def read_all(stream: Stream[Problem], num_records: int, max_records: int = 1) ->
     records: list[Problem] = []
     while len(records) < num_records:
         new = stream.read(len(records), max_records, TIMEOUT_S)
-        assert new, "nothing came"
+        assert new, "no record arrived"
         records += new
     return records
 
 
 @dataclass
 class Ends:
-    """Two ends of one stream: a handle for the thread of the test, and what opens one for another thread."""
+    """Two ends of one stream: the handle of the test thread, and a function that opens a handle for another thread."""
 
     stream: Stream[Problem]
     open_other: Callable[[], AbstractContextManager[Stream[Problem]]]
@@ -94,13 +94,13 @@ def open_redis(url: str, name: str, capacity: int = 100, **options: Any) -> Redi
 
 
 def open_anywhere(where: str) -> Stream[Problem]:
-    """By path or URL."""
+    """Open a stream by its path or URL."""
     return open_redis(where, "killed") if where.startswith("redis:") else open_sqlite(Path(where))
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def ends_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Ends]]:
-    """Makes the stream, of a capacity."""
+    """Return a function from a capacity to both ends of a stream."""
     with ExitStack() as open_streams:
 
         def in_memory(capacity: int) -> Ends:
@@ -133,8 +133,8 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def doorbell_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks again by himself: a ring that does not come is a wait that does not end."""
+def notify_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the periodic check: a wait without a notification never ends."""
     monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
 
 
@@ -148,13 +148,13 @@ def test_records_come_back_in_order_at_their_offsets(ends_of: Callable[[int], En
     assert stream.read(2) == [problem(2)]
 
 
-def test_reading_forgets_nothing(ends_of: Callable[[int], Ends]) -> None:
+def test_reading_keeps_records(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(100).stream
     append_all(stream, 5)
     assert read_all(stream, 5) == read_all(stream, 5, max_records=3) == [problem(index) for index in range(5)]
 
 
-def test_an_empty_stream_gives_nothing_when_time_is_up(ends_of: Callable[[int], Ends]) -> None:
+def test_read_returns_nothing_after_timeout(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(1).stream
     assert stream.read(0, timeout_s=0) == []
     assert stream.read(0, timeout_s=0.01) == []
@@ -162,7 +162,7 @@ def test_an_empty_stream_gives_nothing_when_time_is_up(ends_of: Callable[[int], 
     assert stream.read(1, timeout_s=0.01) == []
 
 
-def test_a_full_stream_takes_nothing_when_time_is_up(ends_of: Callable[[int], Ends]) -> None:
+def test_append_returns_none_after_timeout_when_full(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(3).stream
     append_all(stream, 3)
     assert stream.append(problem(3), timeout_s=0) is None
@@ -171,7 +171,7 @@ def test_a_full_stream_takes_nothing_when_time_is_up(ends_of: Callable[[int], En
     assert stream.read(0, 10) == [problem(index) for index in range(3)]
 
 
-def test_many_are_appended_in_order(ends_of: Callable[[int], Ends]) -> None:
+def test_append_many_keeps_the_order(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(100).stream
     assert stream.append_many([]) == []
     assert stream.append_many(problems(range(4))) == [0, 1, 2, 3]
@@ -180,7 +180,7 @@ def test_many_are_appended_in_order(ends_of: Callable[[int], Ends]) -> None:
     assert stream.read(0, 99) == problems(range(9))
 
 
-def test_of_many_the_first_find_room(ends_of: Callable[[int], Ends]) -> None:
+def test_append_many_appends_what_fits(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(3).stream
     assert stream.append_many(problems(range(5)), timeout_s=0) == [0, 1, 2]
     assert stream.append_many(problems(range(3, 5)), timeout_s=0) == []
@@ -191,23 +191,23 @@ def test_of_many_the_first_find_room(ends_of: Callable[[int], Ends]) -> None:
     assert stream.read(0, 99) == problems(range(4))
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_many_wait_for_room_piece_by_piece(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("notify_only")
+def test_append_many_waits_for_room(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(3)
     written = elsewhere.submit(ends.append_many, range(50))
     assert read_all(ends.stream, 50, max_records=2) == problems(range(50))
     assert written.result(TIMEOUT_S) == list(range(50))
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_many_at_once_wake_a_reader_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("notify_only")
+def test_append_many_wakes_a_waiting_reader(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(9)
     waiting = elsewhere.submit(ends.read, 0)
     ends.stream.append_many(problems(range(5)))
     assert waiting.result(TIMEOUT_S) == [problem(0)]
 
 
-def test_many_of_which_one_cannot_be_written_change_nothing(ends_of: Callable[[int], Ends]) -> None:
+def test_append_many_with_one_bad_record_appends_nothing(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(9).stream
     if isinstance(stream, MemoryStream):
         pytest.skip("a stream in memory writes nothing")
@@ -216,7 +216,7 @@ def test_many_of_which_one_cannot_be_written_change_nothing(ends_of: Callable[[i
     assert stream.next_offset() == 0
 
 
-def test_two_writers_of_many_lose_nothing(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+def test_two_batch_writers_lose_nothing(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(5)
     with ThreadPoolExecutor(2) as writers:
         written = [writers.submit(ends.append_many, indices) for indices in (range(30), range(100, 130))]
@@ -227,18 +227,18 @@ def test_two_writers_of_many_lose_nothing(ends_of: Callable[[int], Ends], elsewh
     assert [records[offset] for offset in offsets[1]] == problems(range(100, 130))
 
 
-def test_asking_from_an_offset_makes_room_for_what_came_before_it(ends_of: Callable[[int], Ends]) -> None:
+def test_reading_from_an_offset_releases_earlier_records(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(3).stream
     append_all(stream, 3)
     stream.read(0, 3)
-    assert stream.append(problem(3), timeout_s=0) is None, "received is not yet taken"
+    assert stream.append(problem(3), timeout_s=0) is None, "reading a record does not release it"
     stream.read(2)
     assert stream.append(problem(3), timeout_s=0) == 3
     assert stream.append(problem(4), timeout_s=0) == 4
     assert stream.append(problem(5), timeout_s=0) is None
 
 
-def test_a_reader_that_starts_over_takes_no_room_away(ends_of: Callable[[int], Ends]) -> None:
+def test_a_restarted_reader_keeps_released_room(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(2).stream
     append_all(stream, 2)
     stream.read(2, timeout_s=0)
@@ -246,8 +246,8 @@ def test_a_reader_that_starts_over_takes_no_room_away(ends_of: Callable[[int], E
     assert stream.append(problem(2), timeout_s=0) == 2
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_room_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("notify_only")
+def test_room_wakes_a_waiting_writer(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     stream = ends.stream
     append_all(stream, 1)
@@ -256,8 +256,8 @@ def test_room_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewher
     assert waiting.result(TIMEOUT_S) == 1
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_a_record_wakes_a_reader_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("notify_only")
+def test_a_record_wakes_a_waiting_reader(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     waiting = elsewhere.submit(ends.read, 0)
     append_all(ends.stream, 1)
@@ -265,7 +265,7 @@ def test_a_record_wakes_a_reader_that_waits(ends_of: Callable[[int], Ends], else
 
 
 @pytest.mark.parametrize(("capacity", "max_records"), [(1, 1), (5, 1), (5, 3), (200, 200)])
-def test_a_writer_and_a_reader_at_once(
+def test_writer_and_reader_run_concurrently(
     ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor, capacity: int, max_records: int
 ) -> None:
     ends = ends_of(capacity)
@@ -274,7 +274,7 @@ def test_a_writer_and_a_reader_at_once(
     written.result(TIMEOUT_S)
 
 
-def test_trimmed_records_are_gone_and_offsets_go_on(ends_of: Callable[[int], Ends]) -> None:
+def test_trimming_removes_records_and_keeps_offsets(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(100).stream
     append_all(stream, 6)
     stream.trim(4)
@@ -292,7 +292,7 @@ def test_trimmed_records_are_gone_and_offsets_go_on(ends_of: Callable[[int], End
     assert stream.read(6) == [problem(6)]
 
 
-def test_what_is_trimmed_unread_makes_room(ends_of: Callable[[int], Ends]) -> None:
+def test_trimming_unread_records_makes_room(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(2).stream
     append_all(stream, 2)
     stream.trim(1)
@@ -302,8 +302,10 @@ def test_what_is_trimmed_unread_makes_room(ends_of: Callable[[int], Ends]) -> No
     assert [stream.append(problem(index), timeout_s=0) for index in (3, 4, 5)] == [3, 4, None]
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_trimming_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("notify_only")
+def test_trimming_after_reading_wakes_a_waiting_writer(
+    ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor
+) -> None:
     ends = ends_of(1)
     written = elsewhere.submit(ends.append_all, 100)
     for offset in range(100):
@@ -312,7 +314,7 @@ def test_trimming_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], else
     written.result(TIMEOUT_S)
 
 
-def test_a_stream_that_lost_records_goes_on_after_them(ends_of: Callable[[int], Ends]) -> None:
+def test_skip_to_continues_after_lost_records(ends_of: Callable[[int], Ends]) -> None:
     stream = ends_of(2).stream
     append_all(stream, 2)
     stream.skip_to(7)
@@ -329,7 +331,7 @@ def test_an_offset_past_the_end_is_an_error(ends_of: Callable[[int], Ends]) -> N
     append_all(stream, 1)
     with pytest.raises(StreamError, match="offset 2 is past the end of the stream, 1"):
         stream.read(2, timeout_s=0)
-    assert stream.append(problem(1), timeout_s=0) is None, "nothing was taken"
+    assert stream.append(problem(1), timeout_s=0) is None, "the failed read released nothing"
 
 
 def test_a_closed_stream_is_an_error(ends_of: Callable[[int], Ends]) -> None:
@@ -346,12 +348,12 @@ def test_a_closed_stream_is_an_error(ends_of: Callable[[int], Ends]) -> None:
         stream.next_offset()
 
 
-def test_a_capacity_of_nothing_is_an_error(ends_of: Callable[[int], Ends]) -> None:
+def test_zero_capacity_is_an_error(ends_of: Callable[[int], Ends]) -> None:
     with pytest.raises(ValueError, match="capacity must be at least 1, not 0"):
         ends_of(0)
 
 
-def test_closing_a_stream_in_memory_wakes_who_waits(elsewhere: ThreadPoolExecutor) -> None:
+def test_closing_a_memory_stream_wakes_waiting_threads(elsewhere: ThreadPoolExecutor) -> None:
     stream: MemoryStream[Problem] = MemoryStream(1)
     waiting = elsewhere.submit(lambda: stream.read(0))
     stream.close()
@@ -361,8 +363,8 @@ def test_closing_a_stream_in_memory_wakes_who_waits(elsewhere: ThreadPoolExecuto
 
 @contextmanager
 def other_process(role: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-    """This file as another process, killed at the end if it still runs."""
-    places = (Path(midflight.__file__).parents[1], Path(__file__).parents[2])  # of the package and of `benchmarks`
+    """Run this file as another process; kill the process at the end if it still runs."""
+    places = (Path(midflight.__file__).parents[1], Path(__file__).parents[2])  # midflight and `benchmarks`
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     command = [sys.executable, __file__, role, *map(str, arguments)]
     with subprocess.Popen(command, env=environment) as process:
@@ -373,9 +375,7 @@ def other_process(role: str, *arguments: object) -> Iterator[subprocess.Popen[by
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_a_writer_killed_in_the_middle_of_many_leaves_the_first_of_them(
-    kind: str, path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_writer_killed_in_append_many_leaves_a_prefix(kind: str, path: Path, request: pytest.FixtureRequest) -> None:
     where = request.getfixturevalue("redis_server").url if kind == "redis" else path
     with closing(open_anywhere(str(where))) as stream:
         for _ in range(2):
@@ -392,7 +392,7 @@ def test_a_writer_killed_in_the_middle_of_many_leaves_the_first_of_them(
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 1000])
-def test_two_processes_pass_records_on(path: Path, capacity: int) -> None:
+def test_two_processes_exchange_records(path: Path, capacity: int) -> None:
     stream = open_sqlite(path, capacity)
     with other_process("write", path, capacity, 300) as writer:
         assert read_all(stream, 300, max_records=5) == [problem(index) for index in range(300)]
@@ -410,8 +410,8 @@ def test_a_reading_process_unblocks_a_writer(path: Path) -> None:
     stream.close()
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_waits_end_by_the_doorbell_alone(path: Path, elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("notify_only")
+def test_notify_alone_ends_every_wait(path: Path, elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_in_file(path, capacity=1)
     written = elsewhere.submit(ends.append_all, 300)
     read_all(ends.stream, 300)
@@ -419,16 +419,16 @@ def test_waits_end_by_the_doorbell_alone(path: Path, elsewhere: ThreadPoolExecut
     ends.stream.close()
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("notify_only")
 def test_trimming_alone_wakes_a_writer(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_no_room = threading.Event()
     wait = wake_up.WakeUp.wait
 
-    def noted_wait(bell: wake_up.WakeUp, deadline_s: float) -> bool:
+    def noted_wait(waiter: wake_up.WakeUp, deadline_s: float) -> bool:
         found_no_room.set()
-        return wait(bell, deadline_s)
+        return wait(waiter, deadline_s)
 
     ends = ends_in_file(path, capacity=1)
     append_all(ends.stream, 1)
@@ -440,9 +440,7 @@ def test_trimming_alone_wakes_a_writer(
     ends.stream.close()
 
 
-def test_waits_end_without_the_doorbell(
-    path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_end_without_notify(path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake_up, "_RELOOK_S", 0.001)
     monkeypatch.setattr(wake_up.WakeUp, "notify", lambda self: None)
     ends = ends_in_file(path, capacity=1)
@@ -452,7 +450,7 @@ def test_waits_end_without_the_doorbell(
     ends.stream.close()
 
 
-def test_a_reopened_stream_goes_on_where_it_was(path: Path) -> None:
+def test_a_reopened_stream_continues(path: Path) -> None:
     first = open_sqlite(path, capacity=4)
     append_all(first, 4)
     first.read(2)
@@ -465,11 +463,11 @@ def test_a_reopened_stream_goes_on_where_it_was(path: Path) -> None:
     second.trim(99)
     second.close()
     third = open_sqlite(path)
-    assert third.next_offset() == 6, "offsets never repeat, even when nothing is left"
+    assert third.next_offset() == 6, "offsets never repeat, even in an empty stream"
     third.close()
 
 
-def test_many_may_create_one_stream_at_once(path: Path) -> None:
+def test_threads_can_create_one_stream_concurrently(path: Path) -> None:
     barrier = threading.Barrier(8)
 
     def open_and_append(index: int) -> int | None:
@@ -490,14 +488,14 @@ def test_an_empty_file_becomes_a_stream(path: Path) -> None:
     stream.close()
 
 
-def test_a_file_that_is_no_database_is_an_error_and_stays(path: Path) -> None:
+def test_a_file_that_is_no_database_is_refused_and_kept(path: Path) -> None:
     path.write_text("reward,length\n" * 1000)
     with pytest.raises(StreamError, match=r"stream\.sqlite: file is not a database"):
         open_sqlite(path)
     assert path.read_text() == "reward,length\n" * 1000
 
 
-def test_another_database_is_an_error_and_stays(path: Path) -> None:
+def test_another_database_is_refused_and_kept(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE stream (a)")
     database.close()
@@ -541,7 +539,7 @@ def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
         open_sqlite(tmp_path / "nowhere" / "stream.sqlite")
 
 
-def test_a_file_in_place_of_the_doorbell_is_an_error(path: Path) -> None:
+def test_a_file_in_place_of_the_fifo_is_an_error(path: Path) -> None:
     path.with_name("stream.sqlite.appended").write_text("mine")
     with pytest.raises(StreamError, match="not a FIFO, and in the way of one"):
         open_sqlite(path)
@@ -552,12 +550,12 @@ def test_a_file_in_place_of_the_doorbell_is_an_error(path: Path) -> None:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """One that a test may kill."""
+    """Redis server that a test may kill."""
     with RedisServer(tmp_path) as server:
         yield server
 
 
-def test_a_redis_that_was_killed_goes_on_with_what_it_had(own_server: RedisServer) -> None:
+def test_a_restarted_redis_keeps_its_records(own_server: RedisServer) -> None:
     with closing(open_redis(own_server.url, "s")) as stream:
         append_all(stream, 50)
         stream.trim(10)
@@ -569,10 +567,10 @@ def test_a_redis_that_was_killed_goes_on_with_what_it_had(own_server: RedisServe
 
 
 @pytest.mark.parametrize("batch", [1, 30])
-def test_a_redis_that_is_away_for_a_while_is_waited_for(
+def test_streams_wait_for_a_restarting_redis(
     own_server: RedisServer, elsewhere: ThreadPoolExecutor, batch: int
 ) -> None:
-    """Both ends go on working while it is killed and started again, ten times, and nothing is lost or twice."""
+    """Kill and restart Redis ten times under a reader and a writer: no record is lost or duplicated."""
     num_records = 2010
 
     def write() -> None:
@@ -596,7 +594,7 @@ def test_a_redis_that_is_away_for_a_while_is_waited_for(
     assert records == [problem(index) for index in range(num_records)]
 
 
-def test_a_redis_that_stays_away_is_one_clear_line(own_server: RedisServer) -> None:
+def test_an_unreachable_redis_is_an_error(own_server: RedisServer) -> None:
     stream = open_redis(own_server.url, "s", patience_s=0.2)
     own_server.kill()
     with pytest.raises(StreamError, match=rf"s in Redis at 127\.0\.0\.1:{own_server.port} cannot be reached: "):
@@ -606,7 +604,7 @@ def test_a_redis_that_stays_away_is_one_clear_line(own_server: RedisServer) -> N
     own_server.start()
 
 
-def test_a_redis_that_asks_for_a_password(tmp_path: Path) -> None:
+def test_redis_password(tmp_path: Path) -> None:
     with RedisServer(tmp_path, password="open sesame") as server:
         with pytest.raises(StreamError, match="asks for a password"):
             open_redis(server.url, "s")
@@ -618,7 +616,7 @@ def test_a_redis_that_asks_for_a_password(tmp_path: Path) -> None:
             append_all(stream, 1)
 
 
-def test_a_stream_that_redis_has_lost_is_an_error(own_server: RedisServer) -> None:
+def test_a_stream_lost_by_redis_is_an_error(own_server: RedisServer) -> None:
     stream = open_redis(own_server.url, "s")
     append_all(stream, 2)
     stream._client.flushall()
@@ -632,19 +630,19 @@ def test_a_stream_that_redis_has_lost_is_an_error(own_server: RedisServer) -> No
 
 
 def lose_next_answer(stream: RedisStream[Problem], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """The next append reaches Redis, its answer reaches nobody; something else may happen before it is tried again."""
+    """Let the next append reach Redis and lose its answer; call `meanwhile` before the retry."""
     append = stream._scripts[redis_stream._APPEND]
 
     def lost(**arguments: Any) -> Any:
         append(**arguments)
         stream._scripts[redis_stream._APPEND] = append
         meanwhile()
-        raise stream._redis.exceptions.ConnectionError("the line was cut")
+        raise stream._redis.exceptions.ConnectionError("the connection was cut")
 
     stream._scripts[redis_stream._APPEND] = lost
 
 
-def test_an_append_whose_answer_was_lost_is_not_made_twice(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_an_append_with_a_lost_answer_happens_once(redis_server: RedisServer, tmp_path: Path) -> None:
     with closing(open_redis(redis_server.url, tmp_path.name)) as stream:
         lose_next_answer(stream)
         assert stream.append(problem(0)) == 0
@@ -654,7 +652,7 @@ def test_an_append_whose_answer_was_lost_is_not_made_twice(redis_server: RedisSe
         assert stream.read(0, 99) == problems(range(9))
 
 
-def test_many_that_found_room_in_part_and_whose_answer_was_lost(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_a_partial_append_many_with_a_lost_answer_happens_once(redis_server: RedisServer, tmp_path: Path) -> None:
     with closing(open_redis(redis_server.url, tmp_path.name, capacity=3)) as stream:
         lose_next_answer(stream)
         assert stream.append_many(problems(range(5)), timeout_s=0) == [0, 1, 2]
@@ -664,9 +662,7 @@ def test_many_that_found_room_in_part_and_whose_answer_was_lost(redis_server: Re
         assert stream.read(0, 99) == problems(range(5))
 
 
-def test_another_writer_makes_no_lost_answer_forgotten(own_server: RedisServer) -> None:
-    """Not even with a restart of Redis between."""
-
+def test_a_lost_answer_survives_another_writer_and_a_restart(own_server: RedisServer) -> None:
     def restart_and_append() -> None:
         own_server.kill()
         own_server.start()
@@ -680,7 +676,7 @@ def test_another_writer_makes_no_lost_answer_forgotten(own_server: RedisServer) 
         assert stream.read(0, 99) == problems(range(6))
 
 
-def test_many_travel_in_calls_of_bounded_size(
+def test_append_many_splits_into_bounded_calls(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_stream, "_CALL_BYTES", 300)
@@ -701,7 +697,7 @@ def test_many_travel_in_calls_of_bounded_size(
         assert stream.read(20, 2) == [large, problem(1)]
 
 
-def test_a_removed_stream_leaves_nothing(own_server: RedisServer) -> None:
+def test_a_removed_stream_leaves_no_keys(own_server: RedisServer) -> None:
     with closing(open_redis(own_server.url, "s")) as stream:
         append_all(stream, 3)
         stream.read(2)
@@ -711,7 +707,7 @@ def test_a_removed_stream_leaves_nothing(own_server: RedisServer) -> None:
             stream.append(problem(3))
 
 
-def test_what_else_may_be_wrong_with_a_redis_stream(redis_server: RedisServer) -> None:
+def test_redis_stream_errors_name_the_cause(redis_server: RedisServer) -> None:
     open_redis(redis_server.url, "kinds").close()
     with pytest.raises(StreamError, match=r"kinds in Redis at .* is a stream of Problem, not of Grade"):
         RedisStream(redis_server.url, "kinds", Grade, 1)

@@ -1,6 +1,6 @@
 """What a weight transport promises, and what shared memory and files promise besides.
 
-As a program, this file is the sender of a test: `test_weights.py hammer|die|hammer_files|die_in_files PATH [MOMENT]`.
+As a program, this file is the sender of a test: `test_weights.py hammer|die|hammer_files|end_while_writing_files PATH [MOMENT]`.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Transport:
     receiver: Callable[[Path], Any]
 
 
-@pytest.fixture(params=["shared memory", "files"])
+@pytest.fixture(params=["shared_memory", "files"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     return {
-        "shared memory": Transport(SharedMemorySender, SharedMemoryReceiver),
+        "shared_memory": Transport(SharedMemorySender, SharedMemoryReceiver),
         "files": Transport(FileSender, FileReceiver),
     }[request.param]
 
@@ -109,7 +109,7 @@ def any_receiver(transport: Transport, path: Path) -> Iterator[WeightReceiver]:
         yield receiver
 
 
-def test_weights_of_every_dtype_arrive_bit_for_bit(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+def test_weights_of_every_dtype_arrive_exactly(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     any_sender.announce(specs_of(weights_of(0)))
     for version in range(8):
         any_sender.send(version, weights_of(version).items())
@@ -118,17 +118,19 @@ def test_weights_of_every_dtype_arrive_bit_for_bit(any_sender: WeightSender, any
         assert_equal(any_receiver.receive(), version, weights_of(version))
 
 
-def test_only_the_newest_version_counts(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+def test_only_the_newest_version_is_received(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     any_sender.announce(specs_of(weights_of(0)))
     for version in range(10):
         any_sender.send(version, weights_of(version).items())
     assert_equal(any_receiver.receive(), 9, weights_of(9))
     any_sender.send(4, weights_of(4).items())
-    assert any_receiver.newest_version() == 4, "newest is what was sent last: a trainer may go back to a checkpoint"
+    assert any_receiver.newest_version() == 4, (
+        "the version sent last is the newest: a trainer may return to a checkpoint"
+    )
     assert_equal(any_receiver.receive(), 4, weights_of(4))
 
 
-def test_received_tensors_stay_as_they_are_until_the_next_receive(
+def test_received_tensors_are_stable_until_the_next_receive(
     any_sender: WeightSender, any_receiver: WeightReceiver
 ) -> None:
     any_sender.announce(specs_of(weights_of(0)))
@@ -139,7 +141,7 @@ def test_received_tensors_stay_as_they_are_until_the_next_receive(
     assert_equal(received, 0, weights_of(0))
 
 
-def test_trainable_strided_weights_can_be_sent(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+def test_strided_parameters_can_be_sent(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4).T)
     any_sender.announce(specs_of({"weight": weight}))
     for version in range(4):
@@ -149,7 +151,7 @@ def test_trainable_strided_weights_can_be_sent(any_sender: WeightSender, any_rec
     assert not received[1]["weight"].requires_grad
 
 
-def test_a_receiver_may_come_before_the_sender(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+def test_a_receiver_may_start_before_the_sender(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     assert any_receiver.newest_version() is None
     with pytest.raises(WeightUpdateError, match="no weights have been sent"):
         any_receiver.receive()
@@ -161,7 +163,7 @@ def test_a_receiver_may_come_before_the_sender(any_sender: WeightSender, any_rec
     assert any_receiver.newest_version() == 0
 
 
-def test_several_receivers_see_the_same(
+def test_all_receivers_get_the_same_weights(
     path: Path, transport: Transport, any_sender: WeightSender, any_receiver: WeightReceiver
 ) -> None:
     any_sender.announce(specs_of(weights_of(0)))
@@ -171,7 +173,7 @@ def test_several_receivers_see_the_same(
     assert_equal(any_receiver.receive(), 5, weights_of(5))
 
 
-def test_waiting_ends_when_time_is_up(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
+def test_wait_returns_after_timeout(any_sender: WeightSender, any_receiver: WeightReceiver) -> None:
     assert not any_receiver.wait(newer_than=-1, timeout_s=0)
     assert not any_receiver.wait(newer_than=-1, timeout_s=0.01)
     any_sender.announce(specs_of(weights_of(0)))
@@ -180,7 +182,7 @@ def test_waiting_ends_when_time_is_up(any_sender: WeightSender, any_receiver: We
     assert not any_receiver.wait(newer_than=3, timeout_s=0.01)
 
 
-def test_a_version_wakes_a_receiver_that_waits(
+def test_a_version_wakes_a_waiting_receiver(
     any_sender: WeightSender, any_receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
@@ -213,7 +215,7 @@ def test_a_version_wakes_a_receiver_that_waits(
         ({"embedding": torch.zeros(3, 11)}, r"'embedding' is float32 \[3, 11\], announced as float32 \[11, 3\]"),
     ],
 )
-def test_weights_that_differ_from_the_announced_change_nothing(
+def test_weights_unlike_the_announced_ones_are_refused(
     any_sender: WeightSender, any_receiver: WeightReceiver, change: dict[str, Tensor | None], message: str
 ) -> None:
     any_sender.announce(specs_of(weights_of(0)))
@@ -232,7 +234,7 @@ def test_weights_that_differ_from_the_announced_change_nothing(
         ([TensorSpec("a", (2**59,), "float32")], "cannot set aside .* MB: "),
     ],
 )
-def test_tensors_that_cannot_be_sent_are_refused(
+def test_unsupported_tensors_are_refused(
     path: Path, sender: WeightSender, specs: Sequence[TensorSpec], message: str
 ) -> None:
     with pytest.raises(WeightUpdateError, match=message):
@@ -245,7 +247,7 @@ def test_tensors_that_cannot_be_sent_are_refused(
 # --- restarts and replaced files --------------------------------------------------------------------------------
 
 
-def test_a_restarted_sender_goes_on_in_the_same_file(path: Path, receiver: WeightReceiver) -> None:
+def test_a_restarted_sender_reuses_its_file(path: Path, receiver: WeightReceiver) -> None:
     for version in range(5):
         with closing(SharedMemorySender(path)) as sender:
             sender.announce(specs_of(weights_of(0)))
@@ -255,7 +257,7 @@ def test_a_restarted_sender_goes_on_in_the_same_file(path: Path, receiver: Weigh
         assert_equal(receiver.receive(), version, weights_of(version))
 
 
-def test_a_receiver_notices_another_layout(path: Path, sender: SharedMemorySender, receiver: WeightReceiver) -> None:
+def test_a_receiver_follows_a_new_layout(path: Path, sender: SharedMemorySender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(weights_of(0)))
     sender.send(7, weights_of(7).items())
     received = receiver.receive()
@@ -268,9 +270,7 @@ def test_a_receiver_notices_another_layout(path: Path, sender: SharedMemorySende
     assert sorted(each.name for each in path.parent.iterdir()) == ["weights", "weights.sent"]
 
 
-def test_a_removed_file_is_noticed_and_so_is_a_new_one(
-    path: Path, sender: SharedMemorySender, receiver: WeightReceiver
-) -> None:
+def test_a_receiver_follows_a_replaced_file(path: Path, sender: SharedMemorySender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(weights_of(0)))
     sender.send(7, weights_of(7).items())
     assert receiver.newest_version() == 7
@@ -285,7 +285,7 @@ def test_a_removed_file_is_noticed_and_so_is_a_new_one(
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"MIDFLTWT" + b"\xff" * 500, b"precious" * 1000])
-def test_another_file_is_refused_and_stays(
+def test_another_file_is_refused_and_kept(
     path: Path, sender: WeightSender, receiver: WeightReceiver, content: bytes
 ) -> None:
     path.write_bytes(content)
@@ -296,7 +296,7 @@ def test_another_file_is_refused_and_stays(
     assert path.read_bytes() == content
 
 
-def test_a_cut_file_is_refused(path: Path, sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_truncated_file_is_refused(path: Path, sender: WeightSender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(weights_of(0)))
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(WeightUpdateError, match="wrong size"):
@@ -311,7 +311,7 @@ def filled(version: int) -> dict[str, Tensor]:
 
 
 class Deadly(Tensor):
-    """A tensor that calls `end` when it is copied."""
+    """Tensor that calls `end` when copied."""
 
     end: Callable[[], None]
 
@@ -323,7 +323,7 @@ class Deadly(Tensor):
 
 
 def deadly(version: int, end: Callable[[], None]) -> dict[str, Tensor]:
-    """Weights of which the last cannot be copied."""
+    """Return weights whose last tensor calls `end` instead of being copied."""
     weights = filled(version)
     last = weights["last"].contiguous().as_subclass(Deadly)
     last.end = end
@@ -336,7 +336,7 @@ def give_up() -> None:
 
 @contextmanager
 def running(role: str, path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """This file as another process, killed at the end if it still runs."""
+    """Run this file as another process; kill the process at the end if it still runs."""
     environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, __file__, role, str(path), *arguments], env=environment) as process:
         try:
@@ -352,7 +352,7 @@ def assert_whole(received: tuple[int, Mapping[str, Tensor]]) -> int:
     return version
 
 
-def test_weights_are_whole_while_a_sender_hammers(
+def test_concurrent_sends_never_tear_shared_memory(
     path: Path, receiver: SharedMemoryReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observer = SharedMemoryReceiver(path)
@@ -360,7 +360,7 @@ def test_weights_are_whole_while_a_sender_hammers(
     chance = random.Random(3)
 
     def interrupted_copy(to: Any, source: Any) -> None:
-        """Often interrupted for a few sends, as by a busy machine; three of them overtake it."""
+        """Copy in two halves; up to three sends in between, as on a busy machine. Three sends overtake the copy."""
         half = len(to) // 2
         copyto(to[:half], source[:half])
         newest = observer.newest_version()
@@ -378,10 +378,10 @@ def test_weights_are_whole_while_a_sender_hammers(
     assert versions == sorted(versions)
 
 
-def test_a_copy_that_is_overtaken_starts_over(
+def test_an_overtaken_copy_starts_over(
     sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the two halves of a copy, the sender goes once around its slots; then it holds still."""
+    """The sender goes once around its slots between the two halves of a copy, then stops."""
     sender.announce(specs_of(HAMMERED))
     versions = itertools.count()
 
@@ -404,10 +404,10 @@ def test_a_copy_that_is_overtaken_starts_over(
     assert assert_whole(receiver.receive()) == 12
 
 
-def test_a_copy_of_a_slot_that_is_being_written_starts_over(
+def test_a_copy_of_a_slot_under_write_starts_over(
     sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a copy, the sender comes half around: two versions, and half of a third in the slot that is copied."""
+    """Before the copy, the sender writes two versions and half of a third one into the slot under copy."""
     sender.announce(specs_of(HAMMERED))
     sender.send(0, filled(0).items())
     copyto: Callable[[Any, Any], None] = np.copyto
@@ -424,10 +424,10 @@ def test_a_copy_of_a_slot_that_is_being_written_starts_over(
     assert assert_whole(receiver.receive()) == 2
 
 
-def test_a_copy_that_is_not_overtaken_is_taken(
+def test_a_copy_that_is_not_overtaken_is_used(
     sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sends during a copy leave its slot alone, so nothing makes the receiver start over."""
+    """Two sends during a copy use other slots, so the receiver does not start over."""
     sender.announce(specs_of(HAMMERED))
     sender.send(0, filled(0).items())
     copyto: Callable[[Any, Any], None] = np.copyto
@@ -441,16 +441,16 @@ def test_a_copy_that_is_not_overtaken_is_taken(
     assert assert_whole(receiver.receive()) == 0
 
 
-def test_a_send_that_fails_halfway_leaves_the_newest_version(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_failed_send_keeps_the_newest_version(sender: WeightSender, receiver: WeightReceiver) -> None:
     sender.announce(specs_of(HAMMERED))
-    for version in range(6):  # whichever slot it fails in
+    for version in range(6):  # fails once in every slot
         sender.send(version, filled(version).items())
         with pytest.raises(ZeroDivisionError):
             sender.send(version + 1, deadly(version + 1, give_up).items())
         assert assert_whole(receiver.receive()) == receiver.newest_version() == version
 
 
-def test_a_sender_killed_halfway_leaves_the_newest_version(path: Path, receiver: WeightReceiver) -> None:
+def test_a_killed_sender_keeps_the_newest_version(path: Path, receiver: WeightReceiver) -> None:
     with running("die", path) as process:
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
     assert assert_whole(receiver.receive()) == receiver.newest_version() == 7
@@ -474,7 +474,7 @@ def test_a_sender_without_room_uses_its_spare_path(
         set_aside(descriptor, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse_in_memory)
-    for version in range(2):  # the second sender goes on in the file of the first
+    for version in range(2):  # the second sender reuses the file of the first
         with closing(SharedMemorySender(path, spare, notes.append)) as sender:
             sender.announce(specs_of(HAMMERED))
             sender.send(version, filled(version).items())
@@ -491,7 +491,7 @@ def test_a_sender_without_room_uses_its_spare_path(
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def test_two_files_stay_and_any_program_can_read_them(path: Path) -> None:
+def test_the_last_two_versions_remain_as_safetensors(path: Path) -> None:
     with closing(FileSender(path)) as sender:
         sender.announce(specs_of(weights_of(0)))
         for version in range(5):
@@ -503,7 +503,7 @@ def test_two_files_stay_and_any_program_can_read_them(path: Path) -> None:
         assert torch.equal(file.get_tensor("norm"), weights_of(4)["norm"])
 
 
-def test_a_restarted_sender_of_files_goes_on_counting(path: Path) -> None:
+def test_a_restarted_file_sender_continues_numbering(path: Path) -> None:
     with closing(FileReceiver(path)) as receiver:
         for version in (3, 4, 0):
             with closing(FileSender(path)) as sender:
@@ -512,7 +512,7 @@ def test_a_restarted_sender_of_files_goes_on_counting(path: Path) -> None:
             assert_equal(receiver.receive(), version, weights_of(version))
 
 
-def test_a_file_that_is_gone_before_it_is_read_is_looked_for_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_retries_when_a_file_vanishes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
         sender.announce(specs_of(HAMMERED))
         sender.send(0, filled(0).items())
@@ -527,7 +527,7 @@ def test_a_file_that_is_gone_before_it_is_read_is_looked_for_again(path: Path, m
         assert assert_whole(receiver.receive()) == 2
 
 
-def test_a_disk_that_is_full_leaves_the_newest_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_newest_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
         sender.announce(specs_of(HAMMERED))
         sender.send(0, filled(0).items())
@@ -553,7 +553,7 @@ def test_a_damaged_pointer_is_an_error(path: Path, content: str) -> None:
         receiver.newest_version()
 
 
-def test_a_damaged_file_of_weights_is_an_error(path: Path) -> None:
+def test_a_damaged_weight_file_is_an_error(path: Path) -> None:
     with closing(FileSender(path)) as sender, closing(FileReceiver(path)) as receiver:
         sender.announce(specs_of(HAMMERED))
         sender.send(0, filled(0).items())
@@ -563,8 +563,8 @@ def test_a_damaged_file_of_weights_is_an_error(path: Path) -> None:
             receiver.receive()
 
 
-def test_files_are_whole_while_a_sender_hammers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiver is often slower than two sends, and then finds that the file it was to read is gone."""
+def test_concurrent_sends_never_tear_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver is often slower than two sends and finds its file deleted."""
     chance = random.Random(3)
     num_gone = 0
     with closing(FileReceiver(path)) as receiver, closing(FileReceiver(path)) as observer:
@@ -587,10 +587,10 @@ def test_files_are_whole_while_a_sender_hammers(path: Path, monkeypatch: pytest.
     assert num_gone > 0
 
 
-@pytest.mark.parametrize("moment", ["half written", "not at its place", "not the newest"])
-def test_a_sender_of_files_killed_in_the_middle_leaves_the_newest_version(path: Path, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["half_written", "before_rename", "before_pointer"])
+def test_a_killed_file_sender_keeps_the_newest_version(path: Path, moment: str) -> None:
     with closing(FileReceiver(path)) as receiver:
-        with running("die_in_files", path, moment) as process:
+        with running("end_while_writing_files", path, moment) as process:
             assert receiver.wait(newer_than=6, timeout_s=TIMEOUT_S)
             assert assert_whole(receiver.receive()) == 7
             assert process.wait(TIMEOUT_S) == -signal.SIGKILL
@@ -604,7 +604,7 @@ def test_a_sender_of_files_killed_in_the_middle_leaves_the_newest_version(path: 
         assert receiver.wait(newer_than=7, timeout_s=0)
         assert assert_whole(receiver.receive()) == 8
         assert len(list(path.glob("*.safetensors"))) == 2
-        assert not list(path.glob("*.unfinished")), "what was begun is written over"
+        assert not list(path.glob("*.unfinished")), "unfinished files are overwritten"
 
 
 def hammer(path: Path, kind: Callable[[Path], Any] = SharedMemorySender) -> None:
@@ -622,7 +622,7 @@ def die(path: Path) -> None:
     sender.send(8, deadly(8, lambda: os.kill(os.getpid(), signal.SIGKILL)).items())
 
 
-def die_in_files(path: Path, moment: str) -> None:
+def end_while_writing_files(path: Path, moment: str) -> None:
     sender = FileSender(path)
     sender.announce(specs_of(HAMMERED))
     sender.send(7, filled(7).items())
@@ -635,11 +635,11 @@ def die_in_files(path: Path, moment: str) -> None:
         die()
 
     match moment:
-        case "half written":
+        case "half_written":
             vars(weight_files)["save_file"] = write_half
-        case "not at its place":
+        case "before_rename":
             os.fsync = die
-        case "not the newest":
+        case "before_pointer":
             Path.write_text = die  # type: ignore[assignment, method-assign]
     sender.send(8, filled(8).items())
 
@@ -649,6 +649,6 @@ if __name__ == "__main__":
         "hammer": hammer,
         "die": die,
         "hammer_files": lambda path: hammer(path, FileSender),
-        "die_in_files": die_in_files,
+        "end_while_writing_files": end_while_writing_files,
     }
     roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -150,7 +150,7 @@ def test_aborted_requests_can_be_resumed(start_server: StartServer) -> None:
 
 
 def test_resumed_tokens_survive_the_loss_of_the_server(start_server: StartServer) -> None:
-    """They are kept even before the server has repeated them."""
+    """The client keeps the tokens even before the server has repeated them."""
     engine = tiny_engine(tiny_model())
     (request,) = requests(1, LONG)
     engine.add([request])
@@ -190,7 +190,7 @@ def test_a_restarted_server_with_old_weights_is_refused(start_server: StartServe
     with HTTPGenerator(first.url) as client:
         client.update_weights(3, weights_of(tiny_model(seed=1)))
         first.driver.weight_version = 0  # as after a restart
-        with pytest.raises(GenerationError, match="the weights are of version 0, and 3 is asked for"):
+        with pytest.raises(GenerationError, match="min_weight_version is 3, and the weights are of version 0"):
             client.add(requests(1))
         assert client.num_in_flight == 0
         first.driver.weight_version = 4

@@ -206,7 +206,7 @@ def test_an_unreachable_joiner_delays_no_update(start_server: Any, running: Any,
 def test_a_server_slow_to_update_is_set_aside(
     start_server: Any, running: Any, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rollouts continue on the other server with their tokens. It gets requests again once it has the newest weights."""
+    """Its rollouts continue on the other server with their tokens, until the slow one has the newest weights."""
     monkeypatch.setattr(members, "PATIENCE_S", 0.1)
     ended = threading.Event()
     server = start_server()

@@ -303,9 +303,7 @@ def test_trimming_unread_records_makes_room(ends_of: Callable[[int], Ends]) -> N
 
 
 @pytest.mark.usefixtures("notify_only")
-def test_trimming_after_reading_wakes_a_waiting_writer(
-    ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor
-) -> None:
+def test_trimming_read_records_wakes_a_writer(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     written = elsewhere.submit(ends.append_all, 100)
     for offset in range(100):

@@ -1,6 +1,6 @@
-"""What a weight transport promises, and what shared memory and files promise besides.
+"""Contract of every weight transport, then the additional guarantees of shared memory and files.
 
-As a program, this file is the sender of a test: `test_weights.py hammer|die|hammer_files|end_while_writing_files PATH [MOMENT]`.
+Run as a program, this file is the sender: `test_weights.py hammer|die|hammer_files|die_in_files PATH [MOMENT]`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_only_the_newest_version_is_received(any_sender: WeightSender, any_recei
     assert_equal(any_receiver.receive(), 9, weights_of(9))
     any_sender.send(4, weights_of(4).items())
     assert any_receiver.newest_version() == 4, (
-        "the version sent last is the newest: a trainer may return to a checkpoint"
+        "the newest version is the last one sent, even after a return to a checkpoint"
     )
     assert_equal(any_receiver.receive(), 4, weights_of(4))
 
@@ -590,7 +590,7 @@ def test_concurrent_sends_never_tear_files(path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("moment", ["half_written", "before_rename", "before_pointer"])
 def test_a_killed_file_sender_keeps_the_newest_version(path: Path, moment: str) -> None:
     with closing(FileReceiver(path)) as receiver:
-        with running("end_while_writing_files", path, moment) as process:
+        with running("die_in_files", path, moment) as process:
             assert receiver.wait(newer_than=6, timeout_s=TIMEOUT_S)
             assert assert_whole(receiver.receive()) == 7
             assert process.wait(TIMEOUT_S) == -signal.SIGKILL
@@ -622,7 +622,7 @@ def die(path: Path) -> None:
     sender.send(8, deadly(8, lambda: os.kill(os.getpid(), signal.SIGKILL)).items())
 
 
-def end_while_writing_files(path: Path, moment: str) -> None:
+def die_in_files(path: Path, moment: str) -> None:
     sender = FileSender(path)
     sender.announce(specs_of(HAMMERED))
     sender.send(7, filled(7).items())
@@ -649,6 +649,6 @@ if __name__ == "__main__":
         "hammer": hammer,
         "die": die,
         "hammer_files": lambda path: hammer(path, FileSender),
-        "end_while_writing_files": end_while_writing_files,
+        "die_in_files": die_in_files,
     }
     roles[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -1,4 +1,4 @@
-"""A whole run in one process: the real loops in threads of their own, over memory streams and in-process weights."""
+"""A complete run in one process: the real loops in threads, with memory streams and in-process weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_recipe(tmp_path: Path) -> RunRecipe:
 
 @contextmanager
 def _in_a_thread(run: Callable[[Callable[[], bool]], None]) -> Iterator[threading.Thread]:
-    """Runs a loop until the end of the block."""
+    """Run a loop in a thread until the end of the block."""
     should_stop, ended = threading.Event(), threading.Event()
 
     def run_to_the_end() -> None:

@@ -1,4 +1,4 @@
-"""Two ranks of DeepSpeed are one process: the same weights and metrics, and either goes on with the other's run."""
+"""Two ranks of DeepSpeed compared with one process: weights, metrics, and runs that resume with the other backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 NOT_FINITE = 3
 LOSSES = {
-    # Renewed at steps 0, 4 and 8: who goes on half-way needs what was saved of it.
+    # The proximal policy is renewed at steps 0, 4 and 8, so resuming half-way needs the saved one.
     2: ("loss.type=ppo", "loss.proximal_every=4", "advantage.type=value"),
     3: ("advantage.type=value", "trainer.activation_checkpointing=true"),
 }
@@ -39,7 +39,7 @@ def sharded(stage: int) -> tuple[str, ...]:
 
 
 def batches() -> list[TrainingBatch]:
-    """Those of `test_ranks`; one microbatch, of one rank, has a loss that is not a number."""
+    """Return the batches of `test_ranks`, with a loss of NaN in one microbatch of one rank."""
     made = test_ranks.batches()
     one, (first, *rest) = made[NOT_FINITE].microbatches
     broken = replace(first, rewards=np.full_like(first.rewards, np.nan))
@@ -64,19 +64,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=LOSSES, ids="zero_{}".format)
 def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trained]:
-    """Trained by a single process and by two ranks of DeepSpeed."""
+    """Return the runs of one process and of two ranks of DeepSpeed."""
     stage, loss = request.param, LOSSES[request.param]
     one = trained(directory / f"zero-{stage}-one", (*loss, ONE))
     return one, trained(directory / f"zero-{stage}-two", (*loss, *sharded(stage)))
 
 
-def test_two_ranks_come_to_the_weights_of_one_process(both: tuple[Trained, Trained]) -> None:
+def test_two_ranks_reach_the_weights_of_one_process(both: tuple[Trained, Trained]) -> None:
     one, two = both
     assert_same(one.checkpoint(), two.checkpoint(), SUMMED)
     AutoModelForCausalLM.from_pretrained(two.checkpoint())
 
 
-def test_two_ranks_measure_what_one_process_does(both: tuple[Trained, Trained]) -> None:
+def test_two_ranks_report_the_metrics_of_one_process(both: tuple[Trained, Trained]) -> None:
     one, two = both
     assert [line["skipped"] for line in two.metrics] == [step == NOT_FINITE for step in range(NUM_STEPS)]
     for expected, found in zip(one.metrics, two.metrics, strict=True):
@@ -86,20 +86,20 @@ def test_two_ranks_measure_what_one_process_does(both: tuple[Trained, Trained]) 
 
 
 @pytest.mark.parametrize("before", [1, 0], ids=["deepspeed_then_single", "single_then_deepspeed"])
-def test_training_goes_on_with_the_other_backend(both: tuple[Trained, Trained], before: int, directory: Path) -> None:
+def test_training_resumes_with_the_other_backend(both: tuple[Trained, Trained], before: int, directory: Path) -> None:
     trained, other = both[before], both[1 - before]
     path = directory / f"{trained.run.path.name}-then-{other.run.path.name}"
     shutil.copytree(
         trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
-    )  # doorbells are pipes
+    )  # FIFOs cannot be copied
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, other.overrides), run, directory / f"weights-{path.name}")
     assert_same(trained.checkpoint(), run.checkpoints / f"step_{NUM_STEPS}", SUMMED)
 
 
-def test_a_step_in_bfloat16_is_that_of_one_process(directory: Path) -> None:
-    """Later ones differ by more: where a master differs in its last bit, what it is rounded to may."""
+def test_a_bfloat16_step_matches_one_process(directory: Path) -> None:
+    """Compare one step only: masters that differ in the last bit may round differently and diverge later."""
     once = ("trainer.dtype=bfloat16", "trainer.max_steps=1")
     one = trained(directory / "bfloat16-one", (*once, ONE))
     for stage in LOSSES:

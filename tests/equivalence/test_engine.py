@@ -1,4 +1,4 @@
-"""The engine against plain transformers, and against itself under interruptions and other neighbors."""
+"""Engine compared with plain transformers, and with itself under interruptions and other batch compositions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_to_end(engine: Engine) -> dict[int, Completion]:
 
 
 def plain_logprobs(model: Any, prompt: np.ndarray, generated: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """What transformers says about each generated token, one sequence at a time, no cache, its own attention."""
+    """Log-probability of each generated token by transformers: one sequence, no cache, its own attention."""
     model.set_attn_implementation("eager")
     tokens = torch.from_numpy(np.concatenate([prompt, generated])).long()
     with torch.no_grad():
@@ -72,10 +72,10 @@ ENGINES = [
 
 @pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["best", "reference"])
 @pytest.mark.parametrize(("family", "options", "fused"), ENGINES)
-def test_logprobs_are_those_of_the_model(
+def test_logprobs_match_transformers(
     family: str, options: dict[str, Any], fused: bool, kernels: ReferenceKernels | None
 ) -> None:
-    """Through admission in turns, chunks of prefills that end inside pages, decoding and shared prefixes."""
+    """Covers staggered admission, prefill chunks that end inside pages, decoding and shared prefixes."""
     model = tiny_model(family, **options)
     asked = requests(20, temperature=0.7) + requests(4, temperature=0.7, shared_prompt=True, first_id=20)
     engine = tiny_engine(model, kernels=kernels, fused=fused, max_batched_tokens=21)
@@ -88,7 +88,7 @@ def test_logprobs_are_those_of_the_model(
         np.testing.assert_allclose(generated.logprobs, expected, atol=1e-4)
 
 
-def test_greedy_takes_the_most_likely_token() -> None:
+def test_greedy_sampling_takes_the_most_likely_token() -> None:
     model = tiny_model()
     asked = requests(4, temperature=0.0)
     engine = tiny_engine(model)
@@ -103,23 +103,23 @@ def test_greedy_takes_the_most_likely_token() -> None:
         assert best.tolist() == generated.token_ids.tolist()
 
 
-def test_neighbors_do_not_change_a_sequence() -> None:
-    """The same rollout alone, in a crowd, and in few rows: the same tokens."""
+def test_batch_composition_does_not_change_tokens() -> None:
+    """A rollout gets the same tokens alone, in a large batch, and with few slots."""
     asked = requests(24)
     crowd = tiny_engine(tiny_model(), max_num_seqs=24)
     crowd.add(asked)
-    few_rows = tiny_engine(tiny_model(), max_num_seqs=3)
-    few_rows.add(list(reversed(asked)))
-    in_crowd, in_few_rows = run_to_end(crowd), run_to_end(few_rows)
+    few_slots = tiny_engine(tiny_model(), max_num_seqs=3)
+    few_slots.add(list(reversed(asked)))
+    in_crowd, in_few_slots = run_to_end(crowd), run_to_end(few_slots)
     for request in asked:
         alone = tiny_engine(tiny_model(), max_num_seqs=1)
         alone.add([request])
         expected = run_to_end(alone)[request.rollout_id].generated.token_ids.tolist()
         assert in_crowd[request.rollout_id].generated.token_ids.tolist() == expected
-        assert in_few_rows[request.rollout_id].generated.token_ids.tolist() == expected
+        assert in_few_slots[request.rollout_id].generated.token_ids.tolist() == expected
 
 
-def test_an_interrupted_sequence_goes_on_as_if_nothing_had_happened() -> None:
+def test_resumed_sequences_match_uninterrupted_ones() -> None:
     asked = requests(6)
     undisturbed = tiny_engine(tiny_model())
     undisturbed.add(asked)
@@ -144,8 +144,8 @@ def test_an_interrupted_sequence_goes_on_as_if_nothing_had_happened() -> None:
         np.testing.assert_allclose(completion.generated.logprobs, expected[rollout_id].generated.logprobs, atol=1e-5)
 
 
-def test_a_later_turn_draws_the_random_numbers_that_follow() -> None:
-    """Tokens that were sampled may stand in the prompt: what follows is the same as if they were resumed."""
+def test_later_turns_continue_the_random_numbers() -> None:
+    """With sampled tokens moved into the prompt, the response continues as if it was resumed."""
     asked = requests(6)
     engine = tiny_engine(tiny_model())
     engine.add(asked)
@@ -168,8 +168,8 @@ def test_a_later_turn_draws_the_random_numbers_that_follow() -> None:
         engine.add([replace(asked[0], prompt_token_ids=np.full(50, 2, np.int32), first_position=4)])
 
 
-def test_an_update_in_flight_keeps_tokens_and_keys_and_samples_on_with_the_new_weights() -> None:
-    """Against transformers with an explicit cache: old keys and values for old positions, new weights from there on."""
+def test_update_in_flight_keeps_tokens_and_cached_keys() -> None:
+    """Compare with transformers and an explicit cache: old keys and values, new weights from the update on."""
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     (request,) = requests(1, max_tokens=12)
     engine = tiny_engine(old, version=7)
@@ -198,7 +198,7 @@ def test_an_update_in_flight_keeps_tokens_and_keys_and_samples_on_with_the_new_w
     np.testing.assert_allclose(generated.logprobs, expected.squeeze(1).numpy(), atol=1e-4)
 
 
-def test_a_prefix_is_shared_by_siblings_but_never_across_versions() -> None:
+def test_prefixes_are_never_shared_across_versions() -> None:
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     asked = requests(4, shared_prompt=True)
     engine = tiny_engine(old)
@@ -217,7 +217,7 @@ def test_a_prefix_is_shared_by_siblings_but_never_across_versions() -> None:
 
 @pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["best", "reference"])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2"])
-def test_nan_left_in_the_cache_reaches_no_token(family: str, kernels: ReferenceKernels | None) -> None:
+def test_nan_in_unused_cache_slots_changes_nothing(family: str, kernels: ReferenceKernels | None) -> None:
     model, asked = tiny_model(family), requests(12)
     fresh, poisoned = (tiny_engine(model, kernels=kernels, max_batched_tokens=21) for _ in range(2))
     poisoned._cache._pages.fill_(torch.nan)
@@ -232,8 +232,8 @@ def test_nan_left_in_the_cache_reaches_no_token(family: str, kernels: ReferenceK
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("max_update_pause_s", [None, 1e-9])
-def test_weights_that_are_not_finite_are_refused(bad: float, max_update_pause_s: float | None) -> None:
-    """Also when they are found late, in a slice; then good weights are served as by a fresh engine."""
+def test_nonfinite_updates_are_refused(bad: float, max_update_pause_s: float | None) -> None:
+    """Late refusals happen during a copy in slices. The next good weights serve as in a fresh engine."""
     old, good = tiny_model(seed=0), weights_of(tiny_model(seed=1))
     name = "model.layers.1.mlp.down_proj.weight"
     broken = {**good, name: good[name].clone()}
@@ -262,7 +262,7 @@ def test_weights_that_are_not_finite_are_refused(bad: float, max_update_pause_s:
     assert_same(run_to_end(engine), run_to_end(fresh))
 
 
-def test_first_weights_that_are_not_finite_are_refused() -> None:
+def test_nonfinite_initial_weights_are_refused() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[3, 3] = torch.nan
@@ -270,7 +270,7 @@ def test_first_weights_that_are_not_finite_are_refused() -> None:
         tiny_engine(model)
 
 
-def test_a_version_never_goes_down_along_a_sequence() -> None:
+def test_versions_never_decrease_within_a_sequence() -> None:
     weights = weights_of(tiny_model(seed=1))
     engine = tiny_engine(tiny_model(), version=5)
     engine.add(requests(1))
@@ -280,11 +280,11 @@ def test_a_version_never_goes_down_along_a_sequence() -> None:
     engine.update_weights(5, weights)
     assert engine.weight_version == 5
     run_to_end(engine)
-    engine.update_weights(4, weights)  # idle: a run that went on from a checkpoint has joined
+    engine.update_weights(4, weights)  # idle: a run that resumed from an older checkpoint has joined
     assert engine.weight_version == 4
 
 
-def test_updates_under_load_lose_nothing() -> None:
+def test_updates_under_load_lose_no_sequence() -> None:
     models = [tiny_model(seed=seed) for seed in range(3)]
     asked = requests(40)
     engine = tiny_engine(models[0])
@@ -303,8 +303,8 @@ def test_updates_under_load_lose_nothing() -> None:
         assert (np.diff(versions) == 1).all()
 
 
-def test_preempted_sequences_come_out_as_undisturbed_ones() -> None:
-    """With pages for little more than one of the longest sequences, rows give theirs back again and again."""
+def test_preempted_sequences_match_undisturbed_ones() -> None:
+    """The cache holds little more than one long sequence, so sequences are preempted repeatedly."""
     model = tiny_model()
     asked = [replace(request, sampling=SamplingParams(100)) for request in requests(8)]
     roomy = tiny_engine(model, max_new_tokens=100)
@@ -316,10 +316,10 @@ def test_preempted_sequences_come_out_as_undisturbed_ones() -> None:
     completions = run_to_end(tight)
     assert roomy.num_preempted == 0
     assert tight.num_preempted > 3
-    assert_same(completions, expected, rounding=3e-5)  # what was decoded token by token is prefilled in one product
+    assert_same(completions, expected, rounding=3e-5)  # decoded tokens are prefilled again in one product
 
 
-def test_with_recompute_kv_what_follows_an_update_is_a_fresh_run_on_that_prefix() -> None:
+def test_recompute_kv_matches_a_fresh_run_on_the_prefix() -> None:
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     asked = requests(8)
     engine = tiny_engine(old, recompute_kv=True)
@@ -345,8 +345,8 @@ def test_with_recompute_kv_what_follows_an_update_is_a_fresh_run_on_that_prefix(
     assert_same(completions, run_to_end(fresh))
 
 
-def test_an_update_copied_in_slices_is_the_same_update() -> None:
-    """Nothing but old weights before the swap, nothing but new ones after it, and the swap comes."""
+def test_an_update_in_slices_matches_one_at_once() -> None:
+    """All tokens before the swap use the old weights, all later ones the new weights, and the swap happens."""
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     asked = requests(6)
     engine = tiny_engine(old, max_update_pause_s=1e-9)
@@ -369,8 +369,8 @@ def test_an_update_copied_in_slices_is_the_same_update() -> None:
     assert_same(run_to_end(engine), run_to_end(fresh))
 
 
-def test_padded_and_replayed_decode_steps_are_the_same_steps() -> None:
-    """What a CUDA graph would replay, run again by hand on the same static buffers; both weight sets have their own."""
+def test_padded_and_replayed_steps_match_plain_ones() -> None:
+    """Replay steps on static buffers as a CUDA graph would; each weight set has its own recording."""
     models = [tiny_model(seed=seed) for seed in range(2)]
     captured = []
 
@@ -395,8 +395,8 @@ def test_padded_and_replayed_decode_steps_are_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_bfloat16_is_near_float32(family: str) -> None:
-    """Computing in bfloat16 changes logprobs by its rounding, no more; weights and updates may stay float32."""
+def test_bfloat16_logprobs_are_close_to_float32(family: str) -> None:
+    """bfloat16 changes log-probabilities by its rounding only; weights and updates may stay float32."""
     model = tiny_model(family)
     asked = requests(8, max_tokens=8)
     runner = engine_model(model.config, weights_of(model), max_length=56, dtype=torch.bfloat16)
@@ -412,7 +412,7 @@ def test_bfloat16_is_near_float32(family: str) -> None:
         assert np.abs(generated.logprobs - expected).mean() < 0.1
 
 
-def test_tokens_so_far_can_be_read_while_a_sequence_runs() -> None:
+def test_generated_tokens_are_readable_in_flight() -> None:
     (request,) = requests(1)
     engine = tiny_engine(tiny_model())
     engine.add([request])
@@ -454,5 +454,5 @@ def test_samples_of_one_prompt_cost_one_prefill() -> None:
     engine.add(asked)
     while min(len(engine.generated(request.rollout_id)) for request in asked) == 0:
         assert not engine.step()
-    # The first sibling runs the prompt; the others take over its pages and sample while it decodes its second token.
+    # The first sibling prefills the prompt. The others share its pages and sample while it decodes its second token.
     assert num_tokens == [len(asked[0].prompt_token_ids), 1]

@@ -1,4 +1,4 @@
-"""The formulas against the simulator, which knows none of them: delays, pauses, long tails, queues that fill up."""
+"""Formulas compared with the independent simulator: delays, pauses, long tails, full queues."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_generation_is_the_slower_one(name: str) -> None:
+def test_pipeline_limited_by_generation(name: str) -> None:
     workload = CASES[name]
     expected = pipeline(workload, IN_FLIGHT, 5)
     result = simulated(workload, PipelineSchedule(BATCH_SIZE, IN_FLIGHT, BATCH_SIZE), 5, 11)
@@ -70,7 +70,9 @@ def test_generation_is_the_slower_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("queue_capacity", "when_full"), [(BATCH_SIZE, "block"), (4 * BATCH_SIZE, "block"), (4 * BATCH_SIZE, "drop_oldest")]
 )
-def test_training_is_the_slower_one(name: str, queue_capacity: int, when_full: Literal["block", "drop_oldest"]) -> None:
+def test_pipeline_limited_by_training(
+    name: str, queue_capacity: int, when_full: Literal["block", "drop_oldest"]
+) -> None:
     workload = CASES[name]
     expected = pipeline(workload, IN_FLIGHT, 7, Queue(queue_capacity, when_full))
     schedule = PipelineSchedule(BATCH_SIZE, IN_FLIGHT, queue_capacity, None, when_full)
@@ -86,7 +88,7 @@ def test_training_is_the_slower_one(name: str, queue_capacity: int, when_full: L
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", "transfer", "preprocess", "time per step", "attention"])
-def test_turns(name: str) -> None:
+def test_conventional_rl(name: str) -> None:
     workload = CASES[name]
     steps = 12
     expected = conventional(workload, steps)

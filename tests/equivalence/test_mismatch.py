@@ -1,4 +1,4 @@
-"""Where trainer and engine have the same weights they give the same log-probabilities; any other is noticed."""
+"""Trainer and engine agree on log-probabilities under the same weights; the mismatch metric shows any difference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from midflight.trainer.inputs import token_origins
 
 from .conftest import RunRecipe
 
-SAME = 1e-4  # nats; float32 in two orders of summation is a tenth of it apart
+SAME = 1e-4  # nats; ten times the difference between two summation orders in float32
 COMMON = (
     "batch.batch_size=16",
     "batch.group_size=4",
@@ -22,28 +22,28 @@ COMMON = (
 
 
 @pytest.mark.slow
-def test_a_run_without_lag_measures_every_token_and_no_mismatch(run_recipe: RunRecipe) -> None:
+def test_without_lag_every_token_is_measured_without_mismatch(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "schedule.type=conventional")
     for line in run.metrics:
         if "ess" not in line:
-            continue  # no rollout of the batch had an advantage
+            continue  # every advantage of the batch is 0
         assert line["mismatch/tokens"] == sum(line["lag/tokens_by_lag"]) == line["lag/tokens_by_lag"][0]
         assert 0 <= line["mismatch/mean"] <= line["mismatch/max"] < SAME
     assert any("ess" in line for line in run.metrics)
 
 
 @pytest.mark.slow
-def test_under_updates_in_flight_what_is_measured_is_no_effect_of_older_keys_and_values(run_recipe: RunRecipe) -> None:
-    """Everything that is left of the lags would be far above it: a step moves log-probabilities by more than 0.01."""
+def test_updates_in_flight_add_no_measured_mismatch(run_recipe: RunRecipe) -> None:
+    """A token with lag in the measurement would exceed the limit: a step moves log-probabilities by more than 0.01."""
     run = run_recipe(*COMMON, "schedule.num_in_flight=24", "schedule.max_lag=2")
     measured = [line for line in run.metrics if "mismatch/max" in line]
-    assert measured, "the first batch at least was sampled by the weights it trains"
+    assert measured, "at least the first batch is sampled by the weights it trains"
     assert all(line["mismatch/max"] < SAME for line in measured)
     assert max(line["ratio/max"] for line in run.metrics if "ess" in line) > 1.01
 
 
 @pytest.mark.slow
-def test_a_single_altered_logprob_is_noticed(run_recipe: RunRecipe) -> None:
+def test_one_altered_logprob_is_detected(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "trainer.max_steps=1", "schedule.type=conventional")
     batch = run.batches[0]
     backend = build_trainer(run.recipe, InProcessWeights())

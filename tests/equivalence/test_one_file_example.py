@@ -1,4 +1,4 @@
-"""The example's one file and the package are the same algorithm: the same batches from the same seed."""
+"""One-file example compared with the package: the same batches from the same seed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .conftest import RECIPE
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_in_one_file.py"
 NUM_STEPS = 8
 SETTINGS = {"seed": 3, "num_in_flight": 24, "batch_size": 16, "group_size": 4, "max_tokens": 60}
-# Low enough to be reached in so few steps.
+# Low enough to be reached within NUM_STEPS.
 MAX_RATIO, MAX_GRAD_NORM = 1.05, 0.1
 OVERRIDES = (
     *(f"run.seed={SETTINGS['seed']}", f"schedule.num_in_flight={SETTINGS['num_in_flight']}"),
     *(f"batch.batch_size={SETTINGS['batch_size']}", f"batch.group_size={SETTINGS['group_size']}"),
     *(f"sampling.max_tokens={SETTINGS['max_tokens']}", f"trainer.max_steps={NUM_STEPS}"),
     *(f"loss.max_ratio={MAX_RATIO}", f"trainer.max_grad_norm={MAX_GRAD_NORM}"),
-    # Every prompt is computed, and its first token sampled, in the step that follows its admission; new weights are
-    # adopted all at once. Else a sequence could be a token behind, or two, which is time and not algorithm.
+    # Every prompt is prefilled in the step after its admission, and updates are swapped in at once. Otherwise a
+    # sequence could be a token or two late, which is a matter of timing and not of the algorithm.
     *("engine.prefix_caching=false", "engine.max_batched_tokens=4096", "engine.max_update_pause_s=1000"),
 )
 
@@ -82,7 +82,7 @@ def batches_of_the_package(directory: Path, train_ticks: int) -> list[list[Rollo
 
 
 @pytest.mark.slow
-def test_the_example_trains_on_the_batches_of_the_package(
+def test_the_example_trains_on_the_same_batches(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(example, "MAX_RATIO", MAX_RATIO)
@@ -99,18 +99,18 @@ def test_the_example_trains_on_the_batches_of_the_package(
             assert rollout.versions == expected.generated.weight_versions.tolist()
             np.testing.assert_allclose(rollout.logprobs, expected.generated.logprobs, atol=1e-4)
             assert rollout.reward == expected.reward
-    # Without these the two could agree and still have updated nothing in flight.
+    # Both could agree without any update in flight; these lines rule that out.
     lags = {index - version for index, batch in enumerate(batches) for one in batch for version in one.versions}
     assert max(lags) > 1
     assert min(lags) >= 0
     assert any(len(set(rollout.versions)) > 1 for batch in batches for rollout in batch)
-    # Groups that overtook an earlier one show that the first finished are the first trained.
+    # Groups out of order show that groups are trained in the order of their completion.
     group_ids = [rollout.group_id for batch in batches for rollout in batch]
     assert group_ids != sorted(group_ids)
     assert {rollout.reward for batch in batches for rollout in batch} == {0.0, 1.0}
 
 
-def test_the_example_is_short() -> None:
+def test_the_example_fits_in_200_lines() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 200
 
 

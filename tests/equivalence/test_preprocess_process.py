@@ -1,4 +1,4 @@
-"""Preprocessing in a process of its own and in that of the rollouts are the same run, bit for bit."""
+"""Preprocessing in its own process and in the rollout process give the same run, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midflight.types import TrainingBatch
 from .conftest import RunRecipe
 
 NUM_STEPS = 4
-OF_A_CLOCK = ("time/", "idle/", "throughput/", "update/")
+CLOCK_METRICS = ("time/", "idle/", "throughput/", "update/")
 RECIPE = (
     "schedule.type=conventional",
     "batch.batch_size=16",
@@ -27,14 +27,12 @@ RECIPE = (
 
 
 def message(batch: TrainingBatch) -> bytes:
-    metrics = {name: value for name, value in batch.metrics.items() if not name.startswith(OF_A_CLOCK)}
+    metrics = {name: value for name, value in batch.metrics.items() if not name.startswith(CLOCK_METRICS)}
     return Codec(TrainingBatch).encode(replace(batch, metrics=metrics))
 
 
 @pytest.mark.parametrize("steps_per_rl_step", [1, 2])
-def test_batches_and_weights_are_the_same_wherever_batches_are_made(
-    run_recipe: RunRecipe, steps_per_rl_step: int
-) -> None:
+def test_a_preprocess_process_changes_no_batch_or_weight(run_recipe: RunRecipe, steps_per_rl_step: int) -> None:
     schedule = f"schedule.steps_per_rl_step={steps_per_rl_step}"
     within = run_recipe(*RECIPE, schedule)
     apart = run_recipe(*RECIPE, schedule, "preprocess.process=own")

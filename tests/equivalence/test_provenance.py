@@ -1,4 +1,4 @@
-"""Every trained token carries its id, its behavior logprob and the version that sampled it, and they are true."""
+"""Check of the id, behavior log-probability and weight version that every trained token carries."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def logprobs_under(model: torch.nn.Module, weights: dict[str, torch.Tensor], mic
 
 
 @pytest.mark.parametrize("task", ["chain_sums", "running_sums"])
-def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_sampled_them(
-    run_recipe: RunRecipe, task: str
-) -> None:
+def test_trained_tokens_carry_the_logprobs_and_versions_of_their_weights(run_recipe: RunRecipe, task: str) -> None:
     run = run_recipe(
         *("trainer.max_steps=12", "batch.batch_size=16", "schedule.num_in_flight=32", "trainer.learning_rate=1e-3"),
         f"task.type={task}",
@@ -51,7 +49,7 @@ def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_s
                 assert (np.diff(versions) >= 0).all()
                 num_mixed += bool(versions[0] != versions[-1])
                 num_turns += int(np.count_nonzero(np.diff(tokens) > 1))
-                # Until its first update a sequence has keys and values of one version only; a plain forward agrees.
+                # Before its first update a sequence has keys and values of one version: a plain forward pass matches.
                 unmixed = tokens[versions == versions[0]]
                 np.testing.assert_allclose(
                     microbatch.behavior_logprobs[unmixed], by_version[int(versions[0])][unmixed], atol=1e-4
@@ -59,11 +57,11 @@ def test_logprobs_and_versions_of_trained_tokens_are_those_of_the_weights_that_s
                 num_checked += len(unmixed)
     assert num_checked > 500
     assert (num_turns > 0) == (task == "running_sums")
-    assert num_mixed > 0, "no rollout lived through an update: the run shows nothing about updates in flight"
+    assert num_mixed > 0, "no rollout was in flight during an update: the run proves nothing"
     assert max(line["versions_per_rollout/max"] for line in run.metrics) > 1
 
 
-def test_metrics_of_a_run_are_those_of_its_batches(run_recipe: RunRecipe) -> None:
+def test_run_metrics_match_the_batches(run_recipe: RunRecipe) -> None:
     run = run_recipe("trainer.max_steps=6", "batch.batch_size=16", "schedule.num_in_flight=32")
     assert [line["version"] for line in run.metrics] == list(range(1, 7))
     for line, batch in zip(run.metrics, run.batches, strict=False):

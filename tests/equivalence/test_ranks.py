@@ -1,4 +1,4 @@
-"""Two ranks are one: the same weights, metrics and checkpoints, from the processes that a run has."""
+"""Two ranks compared with one process: weights, metrics and checkpoints, in the worker processes of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS, HALF_WAY = 10, 5
 LOAD = LoadShape(sequences=12, group_size=4, prompt_tokens=6, median_response=16, max_response=60)
 BFLOAT16 = "trainer.dtype=bfloat16"
-# Renewed at steps 0, 4 and 8: who goes on half-way needs what was saved of it.
+# The proximal policy is renewed at steps 0, 4 and 8, so resuming half-way needs the saved one.
 PPO = ("loss.type=ppo", "loss.proximal_every=4", "advantage.type=value")
 LORA = "trainer.lora_rank=4"
 CASES = {
@@ -47,7 +47,11 @@ CASES = {
 }
 ONE, TWO, THREE = "trainer.type=single", "trainer.num_ranks=2", "trainer.num_ranks=3"
 SPEED = ("time/", "throughput/", "idle/", "memory/", "wall_s", "queue/")
-EXPONENTIALS = ("ratio/", "kl/behavior", "ess")  # of differences, which the made-up batches have large ones of
+EXPONENTIALS = (
+    "ratio/",
+    "kl/behavior",
+    "ess",
+)  # exponentials of differences, which are large in these artificial batches
 SETTINGS = (
     "batch.batch_size=12",
     "batch.group_size=4",
@@ -59,7 +63,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of tensors the norm of the difference to the norm; of metrics a part, or as many nats."""
+    """Limits: norm of the difference over the norm for tensors; relative or absolute (nats) for metrics."""
 
     weights: float
     optimizer: float
@@ -67,12 +71,12 @@ class Tolerance:
     nats: float
 
 
-# The order of float32 sums: a gradient shows more of it than a weight. How much depends on the processor: 1.07e-6 nats
-# on an AMD EPYC, less on an Intel Xeon.
+# Differences from the order of float32 sums, larger in gradients than in weights. They depend on the processor:
+# 1.07e-6 nats on an AMD EPYC, less on an Intel Xeon.
 SUMMED = Tolerance(weights=1e-5, optimizer=1e-4, metrics=1e-4, nats=2e-6)
-# That order decides to which side a few masters are rounded. All that is computed afterwards differs by roundings to
-# 8 bits, weights by one of those at most; the smallest gradients are little more. A loss differed by 2.1 % with
-# bfloat16 instructions (AMD EPYC), by less than 2 % without (Intel Xeon).
+# The order of sums decides how a few masters are rounded. Later results differ by roundings to 8 bits: weights by one
+# rounding at most, the smallest gradients by almost their size. A loss differed by 2.1 % with bfloat16 instructions
+# (AMD EPYC), by less than 2 % without (Intel Xeon).
 ROUNDED = Tolerance(weights=2**-8, optimizer=0.1, metrics=0.03, nats=0.02)
 
 
@@ -94,7 +98,7 @@ class Trained:
 
 
 def batches() -> list[TrainingBatch]:
-    """Of two shares that have different numbers of microbatches; once, one of them has none, and once, neither has."""
+    """Return batches for two ranks with different numbers of microbatches; once one rank has none, once both."""
     path = load_recipe(RECIPE).model.path
     made = make_batches(path, 44, LOAD, num_batches=NUM_STEPS, num_ranks=2, max_tokens=80)
     one, other = made[2].microbatches
@@ -110,7 +114,7 @@ def recipe_of(directory: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def train(recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
-    """The trainer processes of a run, all batches being there, and none of its others."""
+    """Run only the trainer processes of a run, whose batches are all in the stream."""
     weights_directory.mkdir()
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
@@ -142,7 +146,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=CASES)
 def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trained]:
-    """Trained by a single process and by two ranks."""
+    """Return the runs of one process and of two ranks."""
     found = []
     for ranks in (ONE, TWO):
         path = directory / f"{request.param}-{ranks}"
@@ -158,7 +162,7 @@ def both(request: pytest.FixtureRequest, directory: Path) -> tuple[Trained, Trai
 
 
 def assert_same(one: Path, other: Path, tolerance: Tolerance) -> None:
-    """All tensors of both checkpoints."""
+    """Compare all tensors of two checkpoints."""
     stems = {path.relative_to(one).as_posix().split(".")[0] for path in one.rglob("*.safetensors")}
     assert stems == {path.relative_to(other).as_posix().split(".")[0] for path in other.rglob("*.safetensors")}
     assert stems >= {"model", "optimizer"}
@@ -173,7 +177,7 @@ def assert_same(one: Path, other: Path, tolerance: Tolerance) -> None:
 
 
 def assert_close(found: Any, expected: Any, name: str, tolerance: Tolerance) -> None:
-    """Numbers, null among them, or lists of them."""
+    """Compare two metrics: numbers, None, or lists of both."""
     if isinstance(expected, list):
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other, name, tolerance)
@@ -183,14 +187,14 @@ def assert_close(found: Any, expected: Any, name: str, tolerance: Tolerance) -> 
         assert found == pytest.approx(expected, rel=tolerance.metrics, abs=tolerance.nats), name
 
 
-def test_two_ranks_come_to_the_weights_of_one_process(both: tuple[Trained, Trained]) -> None:
+def test_two_ranks_reach_the_weights_of_one_process(both: tuple[Trained, Trained]) -> None:
     one, two = both
     assert_same(one.checkpoint(), two.checkpoint(), one.tolerance)
     with SavedTensors(one.checkpoint(HALF_WAY), "model") as early, SavedTensors(one.checkpoint(), "model") as late:
         assert any(not torch.equal(early.read(name), late.read(name)) for name in early.names)
 
 
-def test_two_ranks_measure_what_one_process_does(both: tuple[Trained, Trained]) -> None:
+def test_two_ranks_report_the_metrics_of_one_process(both: tuple[Trained, Trained]) -> None:
     one, two = both
     assert len(one.metrics) == len(two.metrics) == NUM_STEPS
     for expected, found in zip(one.metrics, two.metrics, strict=True):
@@ -202,7 +206,7 @@ def test_two_ranks_measure_what_one_process_does(both: tuple[Trained, Trained]) 
         assert found["memory/peak_bytes"] == max(found["memory/peak_bytes_by_rank"]) > 0
 
 
-def test_transformers_reads_what_two_ranks_saved(both: tuple[Trained, Trained]) -> None:
+def test_transformers_loads_a_checkpoint_of_two_ranks(both: tuple[Trained, Trained]) -> None:
     _, two = both
     model = AutoModelForCausalLM.from_pretrained(two.checkpoint())
     with SavedTensors(two.checkpoint(), "model") as saved:
@@ -211,16 +215,16 @@ def test_transformers_reads_what_two_ranks_saved(both: tuple[Trained, Trained]) 
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, ONE), (1, THREE), (0, TWO)], ids=["2to1", "2to3", "1to2"])
-def test_training_goes_on_with_another_number_of_ranks(
+def test_training_resumes_with_another_number_of_ranks(
     both: tuple[Trained, Trained], before: int, after: str, directory: Path
 ) -> None:
     if PPO[0] not in both[0].overrides or BFLOAT16 in both[0].overrides:
-        pytest.skip("the others save less, or go on as the order of sums makes them")
+        pytest.skip("other losses save less; in bfloat16 the order of sums decides")
     trained = both[before]
     path = directory / f"{trained.run.path.name}-then-{after}"
     shutil.copytree(
         trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
-    )  # doorbells are pipes
+    )  # FIFOs cannot be copied
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, (*trained.overrides[:-1], after)), run, directory / f"weights-{path.name}")

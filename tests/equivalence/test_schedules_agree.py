@@ -1,4 +1,4 @@
-"""Schedules that must be the same run: without any lag, all of them are conventional RL with one step per RL step."""
+"""Schedules that must give the same run: without lag, each equals conventional RL with one step per RL step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COMMON = (
 WITHOUT_LAG = {
     "pipeline": ("schedule.num_in_flight=16", "schedule.max_lag=0"),
     "bounded": ("schedule.type=bounded", "schedule.max_lag=0"),
-    "bounded, at the boundary": ("schedule.type=bounded", "schedule.max_lag=0", "schedule.updates=boundary"),
+    "bounded at the boundary": ("schedule.type=bounded", "schedule.max_lag=0", "schedule.updates=boundary"),
     "april": ("schedule.type=april", "schedule.over_sampling=1"),
 }
 
 
 @pytest.mark.slow
-def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: RunRecipe) -> None:
+def test_without_lag_all_schedules_match_conventional_rl(run_recipe: RunRecipe) -> None:
     conventional = run_recipe(*COMMON, "schedule.type=conventional")
     first, last = conventional.weights.sent[0], conventional.weights.sent[NUM_STEPS]
     assert any(not torch.equal(last[name], first[name]) for name in last), "nothing was learned"
@@ -54,12 +54,12 @@ def test_without_lag_all_schedules_are_conventional_rl_bit_for_bit(run_recipe: R
         (1, ("schedule.type=april", "batch.mask_older_than=1")),
     ],
 )
-def test_the_bounds_hold_in_the_real_loops(run_recipe: RunRecipe, bound: int, overrides: tuple[str, ...]) -> None:
+def test_lag_bounds_hold_in_the_real_loops(run_recipe: RunRecipe, bound: int, overrides: tuple[str, ...]) -> None:
     run = run_recipe(*COMMON, *overrides)
     assert max(run.trainer.lag_histogram) == bound
 
 
-def test_tokens_that_are_too_old_carry_no_loss(run_recipe: RunRecipe) -> None:
+def test_tokens_over_the_age_limit_carry_no_loss(run_recipe: RunRecipe) -> None:
     common = (*COMMON, "schedule.type=april", "schedule.over_sampling=3", "trainer.max_steps=8")
     masked = run_recipe(*common, "batch.mask_older_than=0")
     num_masked = 0
@@ -70,10 +70,10 @@ def test_tokens_that_are_too_old_carry_no_loss(run_recipe: RunRecipe) -> None:
         for microbatch in batch.microbatches[0]:
             assert (microbatch.weight_versions[microbatch.loss_mask] == batch.index).all()
             assert not microbatch.advantages[~microbatch.loss_mask].any()
-    assert num_masked > 0, "no rollout was carried over: the run shows nothing about masking"
+    assert num_masked > 0, "no rollout was carried over: the run proves nothing"
 
 
-def test_april_goes_on_with_the_tokens_it_aborted(run_recipe: RunRecipe) -> None:
+def test_april_resumes_aborted_rollouts(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "schedule.type=april", "schedule.over_sampling=2", "trainer.max_steps=10")
     assert run.actor.num_aborted > 0
     assert max(line["versions_per_rollout/max"] for line in run.metrics) > 1
@@ -88,7 +88,7 @@ def test_april_goes_on_with_the_tokens_it_aborted(run_recipe: RunRecipe) -> None
     assert max(line["versions_per_rollout/max"] for line in bounded.metrics) == 2
 
 
-def test_dynamic_sampling_leaves_out_groups_without_signal(run_recipe: RunRecipe) -> None:
+def test_dynamic_sampling_drops_groups_without_signal(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "batch.dynamic_sampling=true", "trainer.max_steps=6", "schedule.num_in_flight=24")
     assert run.actor.num_filtered_groups > 0
     for batch in run.batches:

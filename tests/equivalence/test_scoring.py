@@ -1,4 +1,4 @@
-"""Prompts that the engine scores: what the trainer's own forward pass says of them, whatever else is going on."""
+"""Prompts scored by the engine, compared with the forward pass of the trainer, under load and updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams, Trajectory
 from narrowing import present
 
-LONGEST = 56  # tokens: 32 of a prompt and 24 of a response
+LONGEST = 56  # tokens: 32 in the prompt, 24 in the response
 
 
 def to_score(
@@ -46,7 +46,7 @@ def neighbors(count: int) -> list[GenerationRequest]:
 
 
 def trainer_logprobs(model: Any, token_ids: np.ndarray, temperature: float = 0.7) -> np.ndarray:
-    """Of all tokens but the first."""
+    """Return the log-probability of every token but the first."""
     zeros = np.zeros(len(token_ids), np.float32)
     scored = np.arange(len(token_ids)) > 0
     trajectory = Trajectory(RolloutId(0), token_ids, scored, zeros, zeros.astype(np.int32), zeros, 0.0, 0)
@@ -78,10 +78,8 @@ FAMILIES = [("llama", True), ("qwen2", True), ("qwen3", True), ("llama", False),
 
 @pytest.mark.parametrize("max_logits", [1 << 25, 5 * VOCAB_SIZE])
 @pytest.mark.parametrize(("family", "fused"), FAMILIES)
-def test_scores_are_those_of_the_trainer(
-    monkeypatch: pytest.MonkeyPatch, family: str, fused: bool, max_logits: int
-) -> None:
-    """Among sequences that are sampled, in chunks that end anywhere, every prompt a second time when it is known."""
+def test_scores_match_the_trainer(monkeypatch: pytest.MonkeyPatch, family: str, fused: bool, max_logits: int) -> None:
+    """Prompts are scored beside sampled sequences, in arbitrary chunks, and again from the prefix cache."""
     monkeypatch.setattr(engine_module, "_MAX_SCORED_LOGITS", max_logits)
     model = tiny_model(family)
     engine = tiny_engine(model, fused=fused, max_batched_tokens=21)
@@ -115,7 +113,7 @@ def test_a_scored_prompt_goes_on_as_any_other() -> None:
         assert_scored(model, request, completion)
 
 
-def test_greedy_requests_score_at_temperature_one() -> None:
+def test_greedy_requests_are_scored_at_temperature_one() -> None:
     model, (*_, request) = tiny_model(), to_score(5, temperature=0.0)
     engine = tiny_engine(model)
     engine.add([request])
@@ -137,8 +135,8 @@ def test_preempted_prompts_are_scored_again() -> None:
 
 
 @pytest.mark.parametrize("recompute_kv", [False, True])
-def test_new_weights_start_a_half_scored_prompt_again(recompute_kv: bool) -> None:
-    """One that is scored already and still being continued keeps its scores, unless everything is computed again."""
+def test_an_update_restarts_a_half_scored_prompt(recompute_kv: bool) -> None:
+    """A scored prompt with a response in flight keeps its scores, unless `recompute_kv` computes everything again."""
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     engine = tiny_engine(old, max_batched_tokens=16, recompute_kv=recompute_kv)
     (continued,) = to_score(1, max_tokens=24, first_id=0)
@@ -156,7 +154,7 @@ def test_new_weights_start_a_half_scored_prompt_again(recompute_kv: bool) -> Non
     assert completions[0].generated.weight_versions.tolist() == [0] * 2 + [4] * 22
 
 
-def test_an_aborted_prompt_has_no_scores_until_it_has_them_all() -> None:
+def test_an_aborted_prompt_has_no_partial_scores() -> None:
     model = tiny_model()
     engine = tiny_engine(model, max_batched_tokens=16)
     (*_, request) = to_score(5)

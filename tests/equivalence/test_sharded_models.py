@@ -1,4 +1,4 @@
-"""A sharded policy is the model that an ordinary load makes, of every family; an older one can stand in for it."""
+"""Sharded policies of every family compared with an ordinary load; the proximal policy can replace the current one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import benchmarks
 import pytest
@@ -26,7 +27,6 @@ from midflight.trainer.full_tensors import full_tensors
 from midflight.trainer.policies import PolicySettings
 from midflight.trainer.process_group import DistributedGroup, join_process_group
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
-from narrowing import instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,16 +42,16 @@ VARIANTS = {
     "lora": replace(SETTINGS, lora=LORA),
     "lora_bfloat16": replace(SETTINGS, lora=LORA, dtype=torch.bfloat16),
 }
-OTHERWISE_NAMED = "gpt2_as_published"
+RENAMED = "gpt2_as_published"
 
 
 def write_models(directory: Path) -> None:
     for family in ("qwen2", "qwen3", "llama", "gpt2", "gemma2", "gemma3"):
         tiny_model(family).save_pretrained(directory / family)
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(directory / "llama_tied")
-    # GPT-2 was published without the first part of its names.
-    tiny_model("gpt2").save_pretrained(directory / OTHERWISE_NAMED)
-    file = directory / OTHERWISE_NAMED / "model.safetensors"
+    # The published GPT-2 has tensor names without the prefix "transformer.".
+    tiny_model("gpt2").save_pretrained(directory / RENAMED)
+    file = directory / RENAMED / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
     for model in directory.iterdir():
@@ -102,7 +102,7 @@ def check_passes(model: Path, group: DistributedGroup, settings: PolicySettings)
 
 
 def check_exchange(model: Path, group: DistributedGroup, settings: PolicySettings, directory: Path) -> None:
-    """A checkpoint of one process, loaded and saved by several, is the same; and so it is the other way round."""
+    """Load and save a checkpoint of one process in several, and the other way round: it stays the same."""
     (sharded, single), (_, again) = (trainers(model, group, settings) for _ in range(2))
     step(single)
     own = directory / f"single-{group.rank}"
@@ -115,7 +115,7 @@ def check_exchange(model: Path, group: DistributedGroup, settings: PolicySetting
     single.publish_weights(1)
     if group.rank > 0:
         return
-    expected, found = (instance(trainer._sender, InProcessWeights).sent[1] for trainer in (single, sharded))
+    expected, found = (cast(InProcessWeights, trainer._sender).sent[1] for trainer in (single, sharded))
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected), "published weights differ"
     files = sorted(path.relative_to(own) for path in own.rglob("*") if path.is_file())
@@ -128,7 +128,7 @@ def check_exchange(model: Path, group: DistributedGroup, settings: PolicySetting
     assert all(torch.equal(single._trained[name], each) for name, each in again._trained.items())
 
 
-def test_every_family_is_what_an_ordinary_load_makes_of_it(tmp_path: Path) -> None:
+def test_sharded_models_of_every_family_match_an_ordinary_load(tmp_path: Path) -> None:
     write_models(tmp_path / "models")
     packages = [Path(midflight.__file__).parents[1], Path(benchmarks.__file__).parents[1]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, packages)), "OMP_NUM_THREADS": "1"}
@@ -156,5 +156,5 @@ if __name__ == "__main__":
                 check_passes(path, own, settings)
                 check_exchange(path, own, settings, scratch)
             except BaseException:
-                print(f"while {path.name} was checked in {variant}:", file=sys.stderr)
+                print(f"failed for {path.name} in variant {variant}:", file=sys.stderr)
                 raise

@@ -1,4 +1,4 @@
-"""The simulator against the real actor and rollout loop, tick by tick: same batches, same version of every token."""
+"""Simulator compared with the real actor and rollout loop, tick by tick: same batches, same version of every token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from property.test_schedules import GROUP_SIZE, Run, World, members
 NUM_STEPS = 12
 BATCH_SIZE = 4
 
-# Without drop_oldest: the real loop sees only a tick later that the trainer has no batch.
+# Without drop_oldest: the real loop notices an idle trainer one tick later.
 SCHEDULES: dict[str, Schedule] = {
     "conventional": ConventionalSchedule(BATCH_SIZE),
     "conventional, G = 3": ConventionalSchedule(BATCH_SIZE, 3, num_in_flight=5),
@@ -39,7 +39,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 class Ticking(Run):
-    """The trainer goes on with the next batch in the tick in which it ends one, as the simulated one does."""
+    """Run whose trainer starts the next batch in the tick that ends the last one, as the simulated trainer does."""
 
     _ends_at = 0
 
@@ -55,7 +55,7 @@ class Ticking(Run):
 
 @pytest.fixture(autouse=True, scope="module")
 def same_order() -> Iterator[None]:
-    """What ends in one tick, the real actor takes in the order of ids, and the simulator in that of slots."""
+    """Sort rollouts that end in one tick by id, as the real actor does; the simulator sorts them by slot."""
     take_ended = SimEngine.take_ended
 
     def in_order(engine: SimEngine) -> list[SimRollout]:
@@ -69,7 +69,7 @@ def same_order() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), train_ticks=st.integers(1, 25))
-def test_simulated_as_it_runs(name: str, lengths: list[int], train_ticks: int) -> None:
+def test_simulated_batches_match_the_real_loop(name: str, lengths: list[int], train_ticks: int) -> None:
     schedule = SCHEDULES[name]
     world = World(lengths, [train_ticks], grade_ticks=[0])
     real = Ticking(schedule, BATCH_SIZE, world, num_steps=NUM_STEPS).finish()

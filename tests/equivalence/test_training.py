@@ -1,4 +1,4 @@
-"""The gradient of a batch does not depend on how it is packed, and packed sequences never see each other."""
+"""Gradients that do not depend on packing; packed sequences that never attend to each other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trajectories(lengths: list[int]) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gpt2", "gemma2", "gemma3"])
-def test_packed_sequences_get_the_logits_they_get_alone(family: str) -> None:
+def test_packed_logits_match_separate_sequences(family: str) -> None:
     model = tiny_model(family)
     lengths = [5, 1, 17, 17, 2, 40, 9]
     packed_batch = pack(trajectories(lengths), max_tokens=200)[0]
@@ -78,7 +78,7 @@ def test_packed_sequences_get_the_logits_they_get_alone(family: str) -> None:
 
 
 def siblings() -> list[Trajectory]:
-    """Two groups of rollouts with a prompt each, and a rollout whose prompt is the beginning of another's."""
+    """Return two groups with a prompt each, and a rollout whose prompt is a prefix of another prompt."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB_SIZE, length).astype(np.int32) for length in (9, 14)]
     made = []
@@ -99,7 +99,7 @@ def siblings() -> list[Trajectory]:
     return made
 
 
-def test_a_shared_prompt_is_computed_once_and_changes_no_gradient() -> None:
+def test_a_shared_prompt_changes_no_gradient() -> None:
     batch = siblings()
     num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
     (shared,) = pack(batch, max_tokens=4096)
@@ -147,7 +147,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def near_policy(batch: list[Trajectory], policy: PackedPolicy) -> list[Trajectory]:
-    """With behavior log-probabilities around the policy's own, so that clips act on some tokens and not on others."""
+    """Replace behavior log-probabilities by values near the policy, so that clips are active on some tokens."""
     rng, near = np.random.default_rng(2), []
     for each in batch:
         logprobs = each.behavior_logprobs.copy()
@@ -160,7 +160,7 @@ def near_policy(batch: list[Trajectory], policy: PackedPolicy) -> list[Trajector
 
 
 def microbatches_of(batch: list[Trajectory]) -> dict[str, list[Microbatch]]:
-    """The same batch in one microbatch with shared prompts, in several, in one each, and in another order."""
+    """Pack the batch into one microbatch, one per sequence, several, and several in another order."""
     order = np.random.default_rng(3).permutation(len(batch))
     return {
         "one of eight": pack(batch, 4096),
@@ -177,7 +177,7 @@ def gradient_of(
     counts: BatchCounts,
     objective: Objective,
 ) -> torch.Tensor:
-    """All parameters' in one vector, the value head's among them. `other` is proximal policy and reference."""
+    """Return the gradient of all parameters as one vector. `other` is the proximal policy and the reference."""
     policy.zero_grad()
     for microbatch in microbatches:
         with torch.no_grad():
@@ -199,9 +199,9 @@ def gradient_of(
 
 @pytest.fixture(scope="module")
 def two_policies() -> tuple[PackedPolicy, PackedPolicy]:
-    """A tiny one with a value head and entropy, and one that is close to it.
+    """Return a tiny policy with a value head and entropy, and another policy close to it.
 
-    In float64, GPT-2's norms too: in float32 the order of the sums alone makes 8e-7 of the largest gradient.
+    Both are float64, including the norms of GPT-2: in float32 the order of sums makes 8e-7 of the largest gradient.
     """
     policy = PackedPolicy(tiny_model("gpt2"), 0.9, with_values=True, entropy_gradient=True).double()
     torch.nn.init.normal_(present(policy.value_head).weight, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -217,7 +217,7 @@ def two_policies() -> tuple[PackedPolicy, PackedPolicy]:
 @pytest.mark.parametrize(
     ("loss", "learns_values"), [*((loss, False) for loss in LOSSES if loss != "ppo"), ("ppo", True), ("grpo", True)]
 )
-def test_no_loss_depends_on_how_a_batch_is_split_packed_or_ordered(
+def test_losses_do_not_depend_on_split_packing_or_order(
     loss: str, learns_values: bool, denominator: str, two_policies: tuple[PackedPolicy, PackedPolicy]
 ) -> None:
     policy, other = two_policies
@@ -245,7 +245,7 @@ def test_no_loss_depends_on_how_a_batch_is_split_packed_or_ordered(
         assert (gradient - expected).abs().max() <= 1e-12 * scale, name
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+def test_a_nonfinite_gradient_changes_no_weight(tmp_path: Path) -> None:
     trainer = single_trainer(load_recipe(RECIPE))
     trainer.init(rank=0)
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
@@ -260,7 +260,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     assert any(not torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
 
 
-def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_trainer_matches_exactly(tmp_path: Path) -> None:
     (microbatch,) = pack(trajectories([20, 33, 8]), 128)
 
     def step(trainer: TrainerBackend) -> None:

@@ -1,4 +1,4 @@
-"""bfloat16 with float32 masters, activation checkpointing and LoRA: what each may change, and what none does."""
+"""bfloat16 with float32 masters, activation checkpointing and LoRA: permitted differences and invariants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .conftest import RECIPE, RunRecipe
 BFLOAT16, RECOMPUTED, LORA = "trainer.dtype=bfloat16", "trainer.activation_checkpointing=true", "trainer.lora_rank=4"
 VALUES = "advantage.type=value"
 LEARNING_RATE = 1e-3
-# Alone, and each with each.
+# Every combination.
 OPTIONS = [options for count in range(4) for options in itertools.combinations((BFLOAT16, RECOMPUTED, LORA), count)]
 
 
@@ -41,7 +41,7 @@ def trainer_with(*options: str) -> SingleProcessTrainer:
 
 
 def microbatches(lengths: tuple[int, ...] = (20, 33, 8), seed: int = 0) -> list[Microbatch]:
-    """One per sequence."""
+    """Return one microbatch per sequence."""
     rng = np.random.default_rng(seed)
     made = []
     for number, length in enumerate(lengths):
@@ -79,7 +79,7 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
-def test_a_resumed_trainer_goes_on_bit_for_bit(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_resumed_trainer_matches_exactly(options: tuple[str, ...], tmp_path: Path) -> None:
     straight, resumed = (trainer_with(*options, VALUES) for _ in range(2))
     step(straight)
     straight.remember_proximal()
@@ -101,7 +101,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(options: tuple[str, ...], tmp_pat
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
-def test_what_is_published_is_what_the_checkpoint_and_the_engine_hold(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_published_weights_match_checkpoint_and_engine(options: tuple[str, ...], tmp_path: Path) -> None:
     recipe, trainer = load_recipe(RECIPE, options), trainer_with(*options)
     step(trainer)
     sent = published(trainer)
@@ -121,7 +121,7 @@ def test_what_is_published_is_what_the_checkpoint_and_the_engine_hold(options: t
 # --- bfloat16 ---------------------------------------------------------------------------------------------------
 
 
-def test_masters_gradients_and_moments_are_float32_and_what_is_computed_is_their_rounding() -> None:
+def test_bfloat16_keeps_masters_gradients_and_moments_in_float32() -> None:
     trainer = trainer_with(BFLOAT16, VALUES)
     hidden: list[torch.dtype] = []
     first_layer = trainer._computed.policy.model.model.layers[0]
@@ -142,15 +142,15 @@ def test_masters_gradients_and_moments_are_float32_and_what_is_computed_is_their
     assert torch.equal(frequencies, trainer.model.model.rotary_emb.inv_freq)
 
 
-def test_bfloat16_gradients_point_where_float32_ones_do() -> None:
+def test_bfloat16_gradients_match_float32_in_direction() -> None:
     plain, reduced = trainer_with(), trainer_with(BFLOAT16)
     for trainer in (plain, reduced):
         accumulate(trainer, microbatches())
     assert torch.cosine_similarity(flat(gradients(plain)), flat(gradients(reduced)), dim=0) > 0.999
 
 
-def test_gradients_of_microbatches_add_up_in_float32() -> None:
-    """One backward pass is rounded to bfloat16; the sum of many has more bits than that."""
+def test_microbatch_gradients_are_summed_in_float32() -> None:
+    """Each backward pass is rounded to bfloat16; the sum of several has more bits."""
     trainer = trainer_with(BFLOAT16)
     parts = []
     for microbatch in microbatches():
@@ -166,7 +166,7 @@ def test_gradients_of_microbatches_add_up_in_float32() -> None:
 
 @pytest.mark.parametrize("other", [(), (LORA,)])
 @pytest.mark.parametrize(("before", "after"), [((BFLOAT16,), ()), ((), (BFLOAT16,))])
-def test_a_run_may_go_on_in_another_dtype(
+def test_a_run_can_resume_in_another_dtype(
     before: tuple[str, ...], after: tuple[str, ...], other: tuple[str, ...], tmp_path: Path
 ) -> None:
     saved, resumed = trainer_with(*before, *other), trainer_with(*after, *other)
@@ -188,7 +188,7 @@ def test_a_run_may_go_on_in_another_dtype(
 def test_recomputed_layers_have_the_same_gradients(other: tuple[str, ...]) -> None:
     kept, recomputed = trainer_with(VALUES, *other), trainer_with(VALUES, RECOMPUTED, *other)
     for trainer in (kept, recomputed):
-        step(trainer)  # LoRA's first gradients of A are 0
+        step(trainer)  # the first gradients of LoRA's A are 0
         accumulate(trainer, microbatches())
     assert gradients(kept).keys() == gradients(recomputed).keys()
     for name, gradient in gradients(kept).items():
@@ -196,7 +196,7 @@ def test_recomputed_layers_have_the_same_gradients(other: tuple[str, ...]) -> No
 
 
 def kept_bytes(trainer: SingleProcessTrainer) -> int:
-    """What the forward pass keeps for the backward pass, parameters not counted."""
+    """Memory that the forward pass keeps for the backward pass, without parameters (bytes)."""
     storages: dict[int, int] = {}
     parameters = {each.untyped_storage().data_ptr() for each in trainer._computed.policy.parameters()}
 
@@ -213,7 +213,7 @@ def kept_bytes(trainer: SingleProcessTrainer) -> int:
     return sum(storages.values())
 
 
-def test_recomputed_layers_keep_their_inputs_only() -> None:
+def test_recomputed_layers_save_memory() -> None:
     kept, recomputed = kept_bytes(trainer_with()), kept_bytes(trainer_with(RECOMPUTED))
     assert recomputed < kept / 8
 
@@ -240,15 +240,15 @@ def test_only_adapters_and_the_value_head_are_trained() -> None:
     assert present(trainer._proximal).keys() == trainer._trained.keys()
 
 
-def test_an_adapter_changes_nothing_at_first_and_is_the_same_in_every_process() -> None:
+def test_a_new_adapter_is_deterministic_and_changes_nothing() -> None:
     plain, one, other = trainer_with(), trainer_with(LORA), trainer_with(LORA)
     for name, tensor in published(plain).items():
         assert torch.equal(tensor, published(one)[name]), name
     assert all(torch.equal(parameter, other._trained[name]) for name, parameter in one._trained.items())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers about peft
-def test_a_checkpoint_has_the_merged_model_and_an_adapter_that_peft_loads(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # raised by transformers for peft
+def test_a_checkpoint_has_merged_weights_and_a_peft_adapter(tmp_path: Path) -> None:
     trainer = trainer_with(LORA)
     for seed in range(3):
         step(trainer, seed)
@@ -264,7 +264,7 @@ def test_a_checkpoint_has_the_merged_model_and_an_adapter_that_peft_loads(tmp_pa
     torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=1e-4)
 
 
-def test_a_frozen_base_is_held_once_and_in_bfloat16() -> None:
+def test_a_frozen_base_exists_once_in_bfloat16() -> None:
     trainer = trainer_with(LORA, BFLOAT16)
     computed: Any = trainer._computed.policy.model
     for name, parameter in trainer.model.named_parameters():

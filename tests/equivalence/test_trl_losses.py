@@ -1,4 +1,4 @@
-"""The losses that TRL has too are TRL's, value and gradient: its own `_compute_loss` runs on the same numbers."""
+"""Value and gradient of the losses that TRL also has, compared with `_compute_loss` of TRL on the same numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_LIMIT = 1e30
 
 @dataclass(frozen=True)
 class Batch:
-    """Completions of LENGTHS tokens, all [B, T], padded with numbers that must not count; advantages [B]."""
+    """Completions of LENGTHS tokens, all [B, T], with arbitrary numbers as padding; advantages [B]."""
 
     policy: torch.Tensor
     behavior: torch.Tensor
@@ -38,7 +38,7 @@ class Batch:
 
     @classmethod
     def random(cls) -> Batch:
-        """Log ratios of all sizes, so that every clip acts somewhere."""
+        """Draw a batch with log ratios of all sizes, so that every clip is active somewhere."""
         generator, shape = torch.Generator().manual_seed(0), (len(LENGTHS), max(LENGTHS))
         normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
         behavior = -normal(shape).abs() - 2
@@ -110,7 +110,7 @@ def our_loss(batch: Batch, policy: torch.Tensor, policy_loss: Loss, denominator:
         entropy=batch.entropy[mask],
         ref_logprobs=batch.reference[mask],
     )
-    # Its KL is never truncated.
+    # TRL does not truncate the KL.
     return Objective(policy_loss, denominator, MAX_TOKENS, max_ratio=NO_LIMIT, **settings)(inputs).loss
 
 
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Loss, str, dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15,
          "delta": 1.2},
     ),
-    # Its epsilon_high is the bound itself.
+    # epsilon_high of TRL is the bound itself.
     "cispo": (functools.partial(cispo, clip_high=0.5), "tokens", {"loss_type": "cispo", "epsilon_high": 1.5}),
 }  # fmt: skip
 KL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -156,12 +156,12 @@ KL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# TRL weighs a token's unbiased KL by the ratio of its sequence where the loss does, we by its own.
+# TRL weights the unbiased KL of a token by the sequence ratio where the loss uses that ratio; we use the token ratio.
 PAIRS = [(case, kl) for case in CASES for kl in KL if not (case.startswith("gspo") and kl == "with unbiased KL")]
 
 
 @pytest.mark.parametrize(("case", "kl"), PAIRS)
-def test_value_and_gradient_are_trls(case: str, kl: str) -> None:
+def test_value_and_gradient_match_trl(case: str, kl: str) -> None:
     policy_loss, denominator, trl_settings = CASES[case]
     batch = Batch.random()
     ours, theirs = (batch.policy.clone().requires_grad_() for _ in range(2))
@@ -170,12 +170,12 @@ def test_value_and_gradient_are_trls(case: str, kl: str) -> None:
     (our_gradient,) = torch.autograd.grad(our_value, ours)
     (their_gradient,) = torch.autograd.grad(their_value, theirs)
     assert their_gradient.abs().max() > 1e-3
-    # Weights are float32.
+    # Token weights are float32.
     torch.testing.assert_close(our_value, their_value, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-6, atol=1e-9)
 
 
-def test_every_clip_acts_on_these_numbers() -> None:
+def test_every_clip_is_active_in_the_test_batch() -> None:
     batch = Batch.random()
     ratio, advantages = (batch.policy - batch.behavior).exp(), batch.advantages[:, None].expand_as(batch.mask)
     mask = batch.mask.bool()

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: interrupted anywhere they come out the same, and their logprobs are those of training."""
+"""Rollouts of several turns: interruptions change nothing, and log-probabilities match the trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = ActorConfig(batch_size=2 * NUM_GROUPS, group_size=2, sampling=SAMPLING,
 
 
 class Talkative(CountingEnvironment):
-    """What it says depends on all that it was told; the third response is graded."""
+    """Environment whose text depends on all earlier responses; it grades the third response."""
 
     def reset(self, problem: Problem) -> str:
         self._said = ""
@@ -45,7 +45,7 @@ def new_actor(partials: PartialBuffer | None = None) -> Actor:
 
 
 def run_to_end(actor: Actor, disturb: Callable[[Actor, int], Actor]) -> list[Rollout]:
-    """The rollouts of the first groups; `disturb` may put another actor in the place of this one."""
+    """Return the rollouts of the first groups; `disturb` may replace the actor after every tick."""
     tick = 0
     while actor.ledger.ready.num_rollouts < CONFIG.batch_size:
         fleet = actor.fleet(0)
@@ -85,7 +85,7 @@ def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_aborted_and_resumed_is_uninterrupted(every: int, expected: list[Rollout]) -> None:
+def test_aborted_and_resumed_matches_uninterrupted(every: int, expected: list[Rollout]) -> None:
     def disturb(actor: Actor, tick: int) -> Actor:
         if tick % every == 0:
             actor.abort()
@@ -95,8 +95,8 @@ def test_aborted_and_resumed_is_uninterrupted(every: int, expected: list[Rollout
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_killed_and_restored_is_uninterrupted(every: int, expected: list[Rollout], tmp_path: Path) -> None:
-    """The process is killed right after it saved."""
+def test_killed_and_restored_matches_uninterrupted(every: int, expected: list[Rollout], tmp_path: Path) -> None:
+    """The process is killed right after a save."""
 
     def disturb(actor: Actor, tick: int) -> Actor:
         if tick % every:
@@ -108,7 +108,7 @@ def test_killed_and_restored_is_uninterrupted(every: int, expected: list[Rollout
     assert_same(run_to_end(new_actor(), disturb), expected)
 
 
-def test_logprobs_are_those_of_training(expected: list[Rollout]) -> None:
+def test_logprobs_match_training(expected: list[Rollout]) -> None:
     model = tiny_model()
     trajectories = [
         trajectory_of(rollout, 1.0, rollout.reward, np.ones(rollout.num_sampled, np.bool_)) for rollout in expected

@@ -1,4 +1,7 @@
-"""Compares the Triton kernel with the reference; run in a process of its own, with TRITON_INTERPRET=1 or on a GPU."""
+"""Compares the Triton kernel with the reference; run in a process of its own, with TRITON_INTERPRET=1 or on a GPU.
+
+Needs `tests` and `src` on PYTHONPATH.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages never leak, alias or go stale, whatever comes: a model of the cache remembers what was written where."""
+"""Pages never leak, alias or go stale under random load, checked against a model of the cache contents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_scored_tokens,
         )
         self.max_scored_tokens = max_scored_tokens
-        # What stands in every slot: the tokens up to and including its own, and the weights that wrote it.
+        # Content of every cache slot: the tokens up to and including its own, and the version that wrote it.
         self.slots: dict[int, tuple[bytes, int]] = {}
         self.version = 0
         self.asked: dict[RolloutId, GenerationRequest] = {}
@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._add(prompt, length, max_tokens, score)
 
     @rule(prompt=st.integers(0, 3), length=st.integers(1, MAX_PROMPT + MAX_NEW))
-    def add_to_be_scored(self, prompt: int, length: int) -> None:
+    def add_prompt_to_score(self, prompt: int, length: int) -> None:
         self._add(prompt, length, 0, True)
 
     def _add(self, prompt: int, length: int, max_tokens: int, score: bool) -> None:
@@ -136,12 +136,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @staticmethod
     def _scores(positions: np.ndarray, version: int) -> np.ndarray:
-        """Numbers that say what they are of."""
+        """Return scores that encode their position and version."""
         return (version * 100 + positions).astype(np.float32)
 
     def _check_contents(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Everything a computed token attends to is there, was written for these tokens, and is of one version
-        unless its sequence lived through an update."""
+        """Check the cache slots that computed tokens attend to: written for these tokens, none older than the epoch."""
         for row in set(rows.tolist()):
             last = int(positions[rows == row].max())
             versions = set()
@@ -175,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
-        if not hasattr(self, "rows"):
+        if not hasattr(self, "running"):
             return
         users = [0] * self.num_pages
         for row in range(self.running.num_active):
@@ -187,8 +186,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_in_flight == len(self.asked)
 
     def teardown(self) -> None:
-        """Everything that was asked finishes, and every page comes back."""
-        if not hasattr(self, "rows"):
+        """Finish every request and check that all pages are free."""
+        if not hasattr(self, "running"):
             return
         for _ in range(20_000):
             if not self.asked:
@@ -200,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class _Logits:
-    """Stands in for a tensor [R, V]: row i says which tokens under which weights it follows."""
+    """Stand-in for logits [R, V]: row i holds the tokens and the version it depends on."""
 
     def __init__(self, rows: object) -> None:
         self._rows = [_Row(row) for row in rows]  # type: ignore[attr-defined]
@@ -223,7 +222,7 @@ TestScheduler.settings = settings(max_examples=500, stateful_step_count=30, dead
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 2), min_size=1, max_size=20))
 @settings(max_examples=500, deadline=None)
-def test_a_known_prefix_is_found_exactly_as_far_as_it_goes(first: list[int], second: list[int]) -> None:
+def test_prefix_lookup_finds_the_longest_common_prefix(first: list[int], second: list[int]) -> None:
     pool: PagePool[str] = PagePool(20, PAGE)
     pages = [page for _ in range(-(-len(first) // PAGE)) if (page := pool.allocate())]
     pool.remember(np.array(first, np.int32), pages, "logits")

@@ -1,6 +1,6 @@
-"""What every schedule promises, under random lengths, delays, failures and kills, on a virtual clock.
+"""Guarantees of every schedule under random lengths, delays, failures and kills, on a virtual clock.
 
-A tick is one iteration of the real rollout loop; optimizer steps and grades take some ticks.
+A tick is one iteration of the real rollout loop. Optimizer steps and grades take a number of ticks.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ NUM_STEPS = 12
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Thousands of rollouts fail here on purpose."""
+    """Hide the log lines of thousands of rollouts that fail on purpose."""
     caplog.set_level(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class World:
-    """What a schedule cannot know. Lists are cycled through, by rollout or by optimizer step."""
+    """Conditions a schedule cannot know. Lists repeat, indexed by rollout or by optimizer step."""
 
     lengths: list[int]
     train_ticks: list[int]
     grade_ticks: list[int]
     update_ticks: int = 0
     failing: frozenset[int] = frozenset()  # groups
-    dull: frozenset[int] = frozenset()  # groups whose rewards are all equal
+    no_signal: frozenset[int] = frozenset()  # groups whose rewards are all equal
 
     def length_of(self, rollout: int) -> int:
         return self.lengths[rollout % len(self.lengths)]
@@ -84,15 +84,15 @@ worlds = st.builds(
     grade_ticks=st.lists(st.sampled_from([0, 0, 0, 1, 7, 40]), min_size=1, max_size=7),
     update_ticks=st.sampled_from([0, 0, 1, 4]),
     failing=groups,
-    dull=groups,
+    no_signal=groups,
 )
 batch_groups = st.integers(1, 3)
-# New weights are there for a while before they sample: what may be started goes by those that sample.
+# New weights arrive several ticks before they sample; admission must depend on the weights that sample.
 slow_updates = World(lengths=[5], train_ticks=[3], grade_ticks=[0], update_ticks=4)
 
 
 class Verifier(CountingEnvironment):
-    """The answers to a problem are right and wrong in turns, unless its group is dull; or it fails."""
+    """Environment with alternating rewards 1 and 0, equal rewards for `no_signal` groups, errors for `failing` ones."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -102,13 +102,13 @@ class Verifier(CountingEnvironment):
             if index in world.failing:
                 raise RuntimeError("the verifier broke")
             self._num_graded[index] += 1
-            return 1.0 if index in world.dull else float(self._num_graded[index] % 2)
+            return 1.0 if index in world.no_signal else float(self._num_graded[index] % 2)
 
         super().__init__(reward_of)
 
 
 class Recording(Actor):
-    """Keeps the groups of every batch it hands over."""
+    """Actor that records the groups of every batch it hands over."""
 
     handed_over: list[list[RolloutGroup]]
 
@@ -120,7 +120,7 @@ class Recording(Actor):
 
 
 class Receiver:
-    """The newest weights, which are only a number here."""
+    """Weight receiver whose weights are only a version number."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -163,7 +163,7 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        """The rollout process, from what an earlier one left."""
+        """Start the rollout process from the saved state of an earlier one."""
         environment = Verifier(self.world)
         delays = self.world.grade_ticks
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
@@ -193,7 +193,7 @@ class Run:
         self.partials.save(self.actor.state, self.actor.open_rollouts(), self.actor.tokens_of)
 
     def lose_batches(self, num_batches: int) -> None:
-        """Loss of power: the newest batches are gone; the trainer is back at its checkpoint, which is the first."""
+        """Simulate a power loss: remove the newest batches and return the trainer to a checkpoint before them."""
         self.save()
         end = self.stream.next_offset() - num_batches
         state = self.stream.read(end - 1)[0].actor_state
@@ -217,7 +217,7 @@ class Run:
                 self._done_at = 0
 
     def finish(self) -> Run:
-        """Until all steps are trained."""
+        """Run until all steps are trained."""
         while self.receiver.version < self.num_steps:
             self.iteration()
             assert self.tick < 3000 * self.num_steps, (
@@ -238,7 +238,7 @@ class Run:
         ]
 
     def check_accounts(self) -> None:
-        """Every group that was started is in one batch, or counted as what became of it; sequences are whole."""
+        """Check that every started group is in one batch or in one counter, and that sequences are complete."""
         state = self.actor.state
         batched = Counter(group.group_id for batch in self.batches for group in batch)
         assert set(batched.values()) <= {1}, "a group is in two batches"
@@ -249,10 +249,12 @@ class Run:
         assert not batched.keys() & set(state.open_group_ids)
         for rollout in (member for batch in self.batches for member in members(batch)):
             assert len(rollout.generated) == self.world.length_of(rollout.rollout_id)
-            assert (np.diff(rollout.generated.weight_versions) >= 0).all(), "a version went down along a sequence"
+            assert (np.diff(rollout.generated.weight_versions) >= 0).all(), (
+                "a weight version decreased within a sequence"
+            )
 
     def lengths(self, kind: str) -> Counter[int]:
-        """`generated`, `trained` or `dropped` lengths that travelled with the batches."""
+        """Return the `generated`, `trained` or `dropped` lengths recorded in the batches."""
         records = self.stream.read(0, self.stream.next_offset())
         return Counter(length for record in records for length in getattr(record, f"{kind}_lengths").tolist())
 
@@ -262,7 +264,7 @@ def members(batch: list[RolloutGroup]) -> list[Rollout]:
 
 
 @given(worlds, st.integers(1, 4), batch_groups)
-def test_conventional_keeps_its_bound(world: World, steps_per_rl_step: int, num_groups: int) -> None:
+def test_conventional_lag_bound(world: World, steps_per_rl_step: int, num_groups: int) -> None:
     batch_size = num_groups * GROUP_SIZE
     run = Run(ConventionalSchedule(batch_size, steps_per_rl_step), batch_size, world).finish()
     assert max(run.lags()) <= steps_per_rl_step - 1
@@ -272,9 +274,7 @@ def test_conventional_keeps_its_bound(world: World, steps_per_rl_step: int, num_
 
 @example(world=slow_updates, max_lag=1, num_groups=1, num_in_flight=9, when_full="block")
 @given(worlds, st.integers(0, 5), batch_groups, st.integers(1, 9), st.sampled_from(["block", "drop_oldest"]))
-def test_pipeline_keeps_a_hard_bound(
-    world: World, max_lag: int, num_groups: int, num_in_flight: int, when_full: str
-) -> None:
+def test_pipeline_lag_bound(world: World, max_lag: int, num_groups: int, num_in_flight: int, when_full: str) -> None:
     batch_size = num_groups * GROUP_SIZE
     schedule = PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag, when_full)  # type: ignore[arg-type]
     run = Run(schedule, batch_size, world).finish()
@@ -284,7 +284,7 @@ def test_pipeline_keeps_a_hard_bound(
 
 @example(world=slow_updates, max_lag=1, num_groups=1, updates="in_flight", num_in_flight=9)
 @given(worlds, st.integers(0, 5), batch_groups, st.sampled_from(["in_flight", "boundary"]), st.integers(1, 9))
-def test_bounded_keeps_its_bound(world: World, max_lag: int, num_groups: int, updates: str, num_in_flight: int) -> None:
+def test_bounded_lag_bound(world: World, max_lag: int, num_groups: int, updates: str, num_in_flight: int) -> None:
     batch_size = num_groups * GROUP_SIZE
     for limit in (None, num_in_flight):
         schedule = BoundedSchedule(batch_size, max_lag, updates, limit)  # type: ignore[arg-type]
@@ -297,7 +297,7 @@ def test_bounded_keeps_its_bound(world: World, max_lag: int, num_groups: int, up
 
 
 @given(worlds, batch_groups, st.floats(1, 4), st.none() | st.integers(1, 3), st.none() | st.integers(1, 9))
-def test_april_loses_nothing_and_bounds_the_versions_of_a_rollout(
+def test_april_loses_no_token_and_bounds_versions_per_rollout(
     world: World, num_groups: int, over_sampling: float, max_versions: int | None, num_in_flight: int | None
 ) -> None:
     batch_size = num_groups * GROUP_SIZE
@@ -317,19 +317,19 @@ def test_april_loses_nothing_and_bounds_the_versions_of_a_rollout(
         assert max(len(set(tokens.weight_versions.tolist())) for tokens in batched) <= max_versions
 
 
-class Perishable(ScriptedGenerator):
-    """Is lost when told to; what it had is still there then."""
+class LosableGenerator(ScriptedGenerator):
+    """Generator that fails on request and keeps its rollouts."""
 
     is_lost = False
 
     def step(self) -> list[Completion]:
         if self.is_lost:
-            raise GenerationLostError("it is gone")
+            raise GenerationLostError("the engine is gone")
         return super().step()
 
 
 class PooledRun(Run):
-    """The same with engines that come and go, and take different times over new weights. Events: tick -> which."""
+    """Run on engines that join, leave and fail, with different update times. `events`: tick to an engine and action."""
 
     def __init__(self, schedule: Schedule, batch_size: int, world: World, events: Mapping[int, int]) -> None:
         self.events = events
@@ -337,22 +337,25 @@ class PooledRun(Run):
         super().__init__(schedule, batch_size, world)
 
     def make_generator(self) -> Generator:
-        self.members: dict[str, Perishable] = {}
-        hooks, clock = PoolHooks(discover=self.look), lambda: float(self.tick)  # so an engine may be too slow
+        self.members: dict[str, LosableGenerator] = {}
+        hooks, clock = (
+            PoolHooks(discover=self.discover),
+            lambda: float(self.tick),
+        )  # so an engine can be set aside as slow
         return EnginePool(self.receiver.version, {}, hooks=hooks, clock=clock)
 
-    def look(self, pool: EnginePool) -> None:
+    def discover(self, pool: EnginePool) -> None:
         which = self.events.get(self.tick)
         names = sorted(pool.names)
         if not names or (which is not None and which % 3 == 0 and len(names) < 4):
             self.num_joined += 1
             name = f"{self.num_joined:04}"
-            self.members[name] = Perishable(self.world.length_of, self.world.update_ticks * (self.num_joined % 3))
+            self.members[name] = LosableGenerator(self.world.length_of, self.world.update_ticks * (self.num_joined % 3))
             pool.join(name, self.members[name])
         elif which is not None and which % 3 == 1:
             self.members[names[which % len(names)]].is_lost = True
         elif which is not None:
-            pool.leave(names[which % len(names)], "it was asked to")
+            pool.leave(names[which % len(names)], "asked to leave")
 
 
 events = st.dictionaries(st.integers(0, 150), st.integers(0, 100), max_size=40)
@@ -361,7 +364,7 @@ events = st.dictionaries(st.integers(0, 150), st.integers(0, 100), max_size=40)
 @pytest.mark.slow
 @given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
 @settings(max_examples=40)
-def test_a_hard_bound_holds_with_engines_at_different_versions(
+def test_lag_bounds_hold_with_engines_at_different_versions(
     world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, int]
 ) -> None:
     batch_size = num_groups * GROUP_SIZE
@@ -382,7 +385,7 @@ def test_a_hard_bound_holds_with_engines_at_different_versions(
 @pytest.mark.slow
 @given(worlds, batch_groups, st.none() | st.integers(1, 3), events)
 @settings(max_examples=40)
-def test_april_bounds_the_versions_of_a_rollout_with_engines_that_come_and_go(
+def test_april_bounds_versions_while_engines_join_and_leave(
     world: World, num_groups: int, max_versions: int | None, events: dict[int, int]
 ) -> None:
     batch_size = num_groups * GROUP_SIZE
@@ -395,7 +398,7 @@ def test_april_bounds_the_versions_of_a_rollout_with_engines_that_come_and_go(
         assert max(map(len, versions)) <= max_versions
 
 
-def test_the_pipeline_keeps_its_rollouts_in_flight_on_every_engine() -> None:
+def test_pipeline_fills_every_engine() -> None:
     world = World(lengths=[40], train_ticks=[1], grade_ticks=[0])
     run = PooledRun(PipelineSchedule(2, num_in_flight=3, queue_capacity=64), 2, world, {5: 0, 10: 0})
     for _ in range(20):
@@ -405,7 +408,7 @@ def test_the_pipeline_keeps_its_rollouts_in_flight_on_every_engine() -> None:
 
 
 def run_in_flight(run: Run) -> list[tuple[RolloutId, int]]:
-    """Ids of rollouts in flight, and how many of their tokens are counted already."""
+    """Return the id of every rollout in flight, and the number of its tokens that are already counted."""
     return [
         (rollout.rollout_id, len(rollout.generated))
         for rollout in run.actor.open_rollouts()
@@ -414,7 +417,7 @@ def run_in_flight(run: Run) -> list[tuple[RolloutId, int]]:
 
 
 @given(worlds, batch_groups, st.integers(1, 9), st.sampled_from(["block", "drop_oldest"]), st.integers(1, 3))
-def test_the_queue_of_the_pipeline_is_as_long_as_it_may_be(
+def test_pipeline_queue_respects_its_capacity(
     world: World, num_groups: int, num_in_flight: int, when_full: str, num_batches: int
 ) -> None:
     batch_size = num_groups * GROUP_SIZE
@@ -427,17 +430,19 @@ def test_the_queue_of_the_pipeline_is_as_long_as_it_may_be(
         if run.actor.state.num_dropped_groups > num_dropped:
             fleet = run.actor.fleet(version)
             waiting = fleet.num_finished - min(fleet.num_batches, version + 1) * batch_size
-            assert waiting > queue_capacity - GROUP_SIZE, "more was dropped than had to be"
+            assert waiting > queue_capacity - GROUP_SIZE, "more groups were dropped than necessary"
         fleet = run.actor.fleet(run.receiver.version)
         waiting = fleet.num_finished - min(fleet.num_batches, fleet.newest_version + 1) * batch_size
         assert fleet.num_in_flight <= num_in_flight
         if when_full == "drop_oldest":
-            # With nothing in flight the iteration ended in a wait for grades, which the next one acts on.
+            # With nothing in flight, the iteration ended in a wait for grades; the next iteration handles them.
             if fleet.num_in_flight:
-                assert waiting <= queue_capacity + batch_size  # until the next iteration sees that a step has ended
-            assert fleet.num_batches <= fleet.newest_version + 1, "a batch was fixed before the trainer wanted it"
+                assert waiting <= queue_capacity + batch_size  # the next iteration notices the end of a step
+            assert fleet.num_batches <= fleet.newest_version + 1, (
+                "a batch was chosen before the trainer was ready for it"
+            )
         else:
-            # Rollouts in flight, being graded or waiting for their siblings when the queue fills up still get done.
+            # Rollouts in flight, in grading or waiting for siblings when the queue fills up are still completed.
             assert waiting <= queue_capacity + num_in_flight * (1 + max(world.grade_ticks)) + GROUP_SIZE
     run.check_accounts()
     assert (run.actor.state.num_dropped_groups > 0) <= (when_full == "drop_oldest")
@@ -455,7 +460,7 @@ SCHEDULES: dict[str, Schedule] = {
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
-AHEAD: dict[str, Schedule] = {  # that hand over many batches before the trainer has taken one
+RUN_AHEAD: dict[str, Schedule] = {  # schedules that hand over many batches before the trainer takes one
     "conventional": ConventionalSchedule(4, steps_per_rl_step=8),
     "pipeline": PipelineSchedule(4, num_in_flight=6, queue_capacity=40),
     "pipeline, max_lag": PipelineSchedule(4, num_in_flight=6, queue_capacity=40, max_lag=8),
@@ -463,16 +468,16 @@ AHEAD: dict[str, Schedule] = {  # that hand over many batches before the trainer
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES | AHEAD)
+@pytest.mark.parametrize("name", SCHEDULES | RUN_AHEAD)
 @given(worlds)
 @settings(max_examples=15)
 def test_a_full_stream_changes_no_batch(name: str, world: World) -> None:
-    """Batches that find no room wait in the rollout process, and no schedule stops there for good.
+    """Batches without room wait in the rollout process, and no schedule deadlocks.
 
-    With grades at once: an iteration that hands nothing over may wait for grades, and then they come earlier.
+    Grades are immediate: an iteration that hands nothing over may wait for grades, which would then arrive earlier.
     """
     world = replace(world, grade_ticks=[0])
-    schedule = (SCHEDULES | AHEAD)[name]
+    schedule = (SCHEDULES | RUN_AHEAD)[name]
     roomy, tight = (Run(schedule, 4, world, capacity=capacity).finish() for capacity in (100_000, 3))
     assert len(tight.batches) <= NUM_STEPS + 1
     assert tight.tick == roomy.tick
@@ -483,34 +488,34 @@ def test_a_full_stream_changes_no_batch(name: str, world: World) -> None:
     tight.check_accounts()
 
 
-@pytest.mark.parametrize("name", AHEAD)
-def test_a_schedule_may_want_more_batches_ahead_than_the_stream_holds(name: str) -> None:
+@pytest.mark.parametrize("name", RUN_AHEAD)
+def test_schedules_may_run_ahead_of_the_stream_capacity(name: str) -> None:
     world = World(lengths=[3], train_ticks=[25], grade_ticks=[0])
-    assert len(Run(AHEAD[name], 4, world).finish().batches) > NUM_STEPS + 2
-    assert len(Run(AHEAD[name], 4, world, capacity=2).finish().batches) == NUM_STEPS
+    assert len(Run(RUN_AHEAD[name], 4, world).finish().batches) > NUM_STEPS + 2
+    assert len(Run(RUN_AHEAD[name], 4, world, capacity=2).finish().batches) == NUM_STEPS
 
 
 @each_schedule
 @pytest.mark.slow
 @given(worlds)
 @settings(max_examples=40)
-def test_groups_without_signal_are_left_out_and_replaced(name: str, world: World) -> None:
+def test_groups_without_signal_are_replaced(name: str, world: World) -> None:
     run = Run(SCHEDULES[name], 4, world, dynamic_sampling=True).finish()
     run.check_accounts()
-    assert not {group.group_id for group in run.trained} & world.dull
+    assert not {group.group_id for group in run.trained} & world.no_signal
     closed = set(range(run.actor.state.next_group_id)) - set(run.actor.state.open_group_ids)
     if not run.actor.state.num_dropped_groups:
-        assert run.actor.state.num_filtered_groups == len(closed & (world.dull - world.failing))
+        assert run.actor.state.num_filtered_groups == len(closed & (world.no_signal - world.failing))
 
 
 @each_schedule
 @pytest.mark.slow
 @given(world=worlds, kills=st.lists(st.integers(1, 60), max_size=5), save_every=st.integers(1, 15))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_killed_rollout_process_loses_no_group_and_trains_none_twice(
+def test_a_killed_rollout_process_trains_each_group_once(
     name: str, world: World, kills: list[int], save_every: int, tmp_path: Path
 ) -> None:
-    """Killed at any tick, whatever was saved and handed over since; it goes on from its buffer and the stream."""
+    """The process is killed at any tick and resumes from its buffer and the stream."""
     path = tmp_path / "partials.sqlite"
     path.unlink(missing_ok=True)
     partials = PartialBuffer(path)
@@ -535,7 +540,7 @@ def test_a_killed_rollout_process_loses_no_group_and_trains_none_twice(
 @pytest.mark.slow
 @given(world=worlds, num_trained=st.integers(4, 9), num_lost=st.integers(1, 3))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_lost_batches_leave_no_token_of_a_version_that_is_not_made_again(
+def test_lost_batches_leave_no_token_of_lost_versions(
     name: str, world: World, num_trained: int, num_lost: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "partials.sqlite"
@@ -550,7 +555,7 @@ def test_lost_batches_leave_no_token_of_a_version_that_is_not_made_again(
     run.partials.close()
 
 
-def test_saved_tokens_come_back_after_a_kill(tmp_path: Path) -> None:
+def test_saved_tokens_are_restored_after_a_kill(tmp_path: Path) -> None:
     world = World(lengths=[50], train_ticks=[1], grade_ticks=[0])
     run = Run(SCHEDULES["pipeline"], 4, world, partials=PartialBuffer(tmp_path / "partials.sqlite"))
     for _ in range(30):
@@ -567,8 +572,8 @@ def test_saved_tokens_come_back_after_a_kill(tmp_path: Path) -> None:
     assert run.actor.state.generated_tokens == 6 * 50
 
 
-def test_a_cap_on_admissions_alone_would_not_bound_the_lag() -> None:
-    """Why batches are taken in start order under max_lag: the same admissions, batches in finish order, break it."""
+def test_an_admission_limit_alone_does_not_bound_the_lag() -> None:
+    """Under max_lag, batches are taken in start order; batches in finish order break the bound."""
 
     @dataclass(frozen=True, slots=True)
     class FinishOrder(PipelineSchedule):
@@ -580,11 +585,11 @@ def test_a_cap_on_admissions_alone_would_not_bound_the_lag() -> None:
     assert max(Run(FinishOrder(2, 8, 64, max_lag=2), 2, world, num_steps=30).finish().lags()) > 2
 
 
-def test_april_without_carry_over_of_finished_groups_would_wait_for_ever() -> None:
-    """Why surplus finished groups count as held: an iteration that does not see them waits for groups it has."""
+def test_april_keeps_surplus_finished_groups() -> None:
+    """Surplus finished groups count as held: a schedule that drops them starves long rollouts."""
 
     @dataclass(frozen=True, slots=True)
-    class Forgetful(AprilSchedule):
+    class DropSurplus(AprilSchedule):
         def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
             choice = AprilSchedule.choose_batch(self, fleet, ready)
             if choice is None:
@@ -595,30 +600,32 @@ def test_april_without_carry_over_of_finished_groups_would_wait_for_ever() -> No
     world = World(lengths=[1, 1, 1, 9], train_ticks=[1], grade_ticks=[0])
     run = Run(AprilSchedule(2, 1, 2.0), 2, world, group_size=1).finish()
     assert run.actor.state.num_dropped_groups == 0
-    forgetful = Run(Forgetful(2, 1, 2.0), 2, world, group_size=1).finish()
-    assert forgetful.actor.state.num_dropped_groups > 0
+    dropping = Run(DropSurplus(2, 1, 2.0), 2, world, group_size=1).finish()
+    assert dropping.actor.state.num_dropped_groups > 0
     long = [rollout for rollout in members(run.trained) if world.length_of(rollout.rollout_id) == 9]
     assert len(long) >= NUM_STEPS * 2 // 4 - 2, "long rollouts were starved"
 
 
-def test_april_refills_a_whole_over_sampling_at_once() -> None:
-    """Also where nothing is in flight and grades come one by one."""
+def test_april_refills_in_one_admission() -> None:
+    """This holds even with nothing in flight and grades that arrive one by one."""
     admitted: list[int] = []
 
-    class Watched(AprilSchedule):
-        def num_to_admit(self, fleet):  # type: ignore[no-untyped-def]
+    class Observed(AprilSchedule):
+        def num_to_admit(self, fleet: FleetView) -> int:
             num_new = super().num_to_admit(fleet)
             admitted.append(num_new)
             return num_new
 
-    world = World(lengths=[3], train_ticks=[1], grade_ticks=[0, 5, 10, 15, 20, 25, 30, 35], dull=frozenset(range(3)))
-    schedule = Watched(4, GROUP_SIZE, over_sampling=2.0, refill="over_sampled")
+    world = World(
+        lengths=[3], train_ticks=[1], grade_ticks=[0, 5, 10, 15, 20, 25, 30, 35], no_signal=frozenset(range(3))
+    )
+    schedule = Observed(4, GROUP_SIZE, over_sampling=2.0, refill="over_sampled")
     Run(schedule, 4, world, dynamic_sampling=True, num_steps=1).finish()
     assert [num_new for num_new in admitted if num_new] == [8, 8]
 
 
-def test_april_takes_those_that_finish_first_and_resumes_the_oldest_first() -> None:
-    """Groups of two, hold two, train one a step; worked out by hand (ticks of each iteration: 4, 4, 1)."""
+def test_april_trains_first_finished_and_resumes_oldest() -> None:
+    """Hold two groups of two and train one per step, computed by hand (ticks of each iteration: 4, 4, 1)."""
     world = World(lengths=[9, 2, 4, 1, 3, 3, 1, 1], train_ticks=[1], grade_ticks=[0])
     run = Run(AprilSchedule(2, 2, 2.0), 2, world, num_steps=3).finish()
     # Groups 0 (9, 2) and 1 (4, 1): 1 is complete after 4 ticks, group 0 has 4 + 2 tokens. Held next: 0 and 2 (3, 3).
@@ -632,14 +639,14 @@ def test_april_takes_those_that_finish_first_and_resumes_the_oldest_first() -> N
 def test_pipeline_keeps_its_rollouts_in_flight() -> None:
     seen: list[int] = []
 
-    class Watched(PipelineSchedule):
-        def num_to_admit(self, fleet):  # type: ignore[no-untyped-def]
+    class Observed(PipelineSchedule):
+        def num_to_admit(self, fleet: FleetView) -> int:
             admitted = super().num_to_admit(fleet)
             seen.append(fleet.num_in_flight + admitted)
             return admitted
 
     world = World(lengths=[3, 9, 4, 17], train_ticks=[1], grade_ticks=[0])
-    Run(Watched(2, num_in_flight=6, queue_capacity=64), 2, world).finish()
+    Run(Observed(2, num_in_flight=6, queue_capacity=64), 2, world).finish()
     assert set(seen) == {6}
 
 
@@ -648,12 +655,12 @@ BATCH_SIZE = 16
 
 
 def long_tailed(seed: int) -> list[int]:
-    """Log-normal, clipped: a mean of 14 tokens, a longest of 200."""
+    """Draw clipped log-normal lengths: mean 14, maximum 200 (tokens)."""
     draws = np.random.default_rng(seed).lognormal(mean=2.2, sigma=0.9, size=NUM_GROUPS * GROUP_SIZE)
     return [int(length) for length in np.clip(np.ceil(draws), 1, 200)]
 
 
-WITH_QUEUES: dict[str, tuple[Schedule, int]] = {  # and ticks of an optimizer step
+WITH_QUEUES: dict[str, tuple[Schedule, int]] = {  # schedule, and ticks of an optimizer step
     "conventional": (ConventionalSchedule(BATCH_SIZE, steps_per_rl_step=4), 1),
     "pipeline": (PipelineSchedule(BATCH_SIZE, num_in_flight=64, queue_capacity=32), 2),
     "pipeline, training is slower": (PipelineSchedule(BATCH_SIZE, num_in_flight=64, queue_capacity=32), 6),
@@ -673,7 +680,7 @@ def long_run(schedule: Schedule, train_ticks: int) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_QUEUES)
 def test_trained_lengths_are_generated_lengths(name: str) -> None:
-    """5,000 groups with a long tail: nobody starves the long ones, and nothing is lost."""
+    """Over 5,000 groups with a long tail, long rollouts are not starved and no group is lost."""
     run = long_run(*WITH_QUEUES[name])
     run.check_accounts()
     trained = [len(rollout.generated) for rollout in members(run.trained)]
@@ -682,13 +689,13 @@ def test_trained_lengths_are_generated_lengths(name: str) -> None:
     assert run.lengths("dropped").total() == 0
     assert ks_2samp(generated, trained).pvalue > 0.01
     assert ks_2samp(long_tailed(seed=1), trained).pvalue > 0.01
-    # All that was started is trained in the end: the longest rollout lives through that of some 500 other groups.
+    # Every started group is trained in the end: the longest rollout is in flight during some 500 other groups.
     missing = set(range(NUM_GROUPS - 600)) - {group.group_id for group in run.trained}
     assert not missing
 
 
 @pytest.mark.slow
-def test_a_queue_that_drops_says_what_it_dropped() -> None:
+def test_dropped_lengths_are_reported() -> None:
     schedule = PipelineSchedule(BATCH_SIZE, num_in_flight=64, queue_capacity=16, when_full="drop_oldest")
     run = long_run(schedule, train_ticks=8)
     run.check_accounts()
@@ -706,8 +713,8 @@ def test_a_queue_that_drops_says_what_it_dropped() -> None:
     assert bias["mean_dropped"] == pytest.approx(sum(dropped.elements()) / dropped.total())
 
 
-def test_starving_the_long_ones_would_be_seen() -> None:
-    """The measure is one: a pipeline that takes the shortest group there is leaves a bias that is significant."""
+def test_starvation_of_long_rollouts_is_detected() -> None:
+    """A pipeline that trains the shortest groups first shows a significant bias."""
 
     @dataclass(frozen=True, slots=True)
     class ShortestFirst(PipelineSchedule):
@@ -723,8 +730,8 @@ def test_starving_the_long_ones_would_be_seen() -> None:
     assert ks_2samp(long_tailed(seed=1), trained).pvalue < 0.01
 
 
-def test_april_follows_a_trace_worked_out_by_hand() -> None:
-    """Of each iteration: the pairs it trains on, their tokens, those of older iterations, versions in one rollout."""
+def test_april_matches_a_trace_computed_by_hand() -> None:
+    """Compare per iteration: trained pairs, their tokens, tokens from older iterations, most versions in a rollout."""
     pairs = [[3, 9], [5, 4], [12, 2], [1, 6], [8, 7], [2, 2], [15, 10]]
     world = World(lengths=[length for pair in pairs for length in pair], train_ticks=[1], grade_ticks=[0])
     run = Run(AprilSchedule(4, GROUP_SIZE, over_sampling=2), 4, world, num_steps=8)

@@ -1,4 +1,4 @@
-"""One thread per process: tests share two cores with the processes they start."""
+"""Settings of all tests: one thread per process, because tests share two cores with the processes they start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.redis_server import RedisServer
 from hypothesis import settings
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
 
-# Whoever is started in the background of a script ignores Ctrl-C, and so would all that tests start and interrupt.
+# A script's background processes ignore Ctrl-C, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Wall-clock deadlines fail on a busy machine; derandomized, so that a failure is the same for everybody.
+# Wall-clock deadlines fail on a busy machine. Derandomized, so that failures are reproducible.
 settings.register_profile("midflight", deadline=None, derandomize=True)
 settings.load_profile("midflight")
 

@@ -1,4 +1,4 @@
-"""An environment whose verifier does what the response tells it to: for testing what grades responses."""
+"""Environment whose verifier does what the response says, for tests of graders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from midflight.types import Grade, Problem
 
 
 class ObedientEnvironment:
-    """A response is the name of something that a verifier may do, a space, and an argument."""
+    """Environment of one turn. A response is an action of the verifier, a space, and an argument."""
 
     def __init__(self, error: str = "", pid_file: str = "", hang_unless: str = "") -> None:
-        """Raises `error`, notes its process in `pid_file`, hangs the first time that there is no file `hang_unless`."""
+        """Raise `error`; append the process id to `pid_file`; hang if there is no file `hang_unless` yet."""
         if error:
             raise ValueError(error)
         if pid_file:
@@ -36,12 +36,12 @@ class ObedientEnvironment:
 
     def grade(self, problem: Problem, response: str) -> Grade:
         name, _, argument = response.partition(" ")
-        result: Grade = _DEEDS[name](argument)
+        result: Grade = _ACTIONS[name](argument)
         return result
 
 
 class ObedientTurns(ObedientEnvironment):
-    """With turns: `say TEXT` and `chat TEXT` go on, `said` tells what was said, `count` is worth the turns."""
+    """Environment of several turns: `say`, `chat` and `said` return text, `count` ends with the number of turns."""
 
     def reset(self, problem: Problem) -> str:
         self._responses: list[str] = []
@@ -61,7 +61,7 @@ class ObedientTurns(ObedientEnvironment):
                 return [{"role": "user"}]
             case "count":
                 return Grade(float(len(self._responses)))
-        return _DEEDS[name](argument)
+        return _ACTIONS[name](argument)
 
 
 class UnspeakableError(Exception):
@@ -91,7 +91,7 @@ def _sleep_once(pid_file: str) -> Grade:
 
 
 def _spin(pid_file: str) -> None:
-    """In C, with the interpreter's lock held: no signal handler and no thread of this process ever runs again."""
+    """Loop in C with the interpreter lock held: no signal handler and no other thread of this process runs."""
     if pid_file:
         _append(pid_file, os.getpid())
     re.match(r"(a+)+$", "a" * 64 + "b")
@@ -134,7 +134,7 @@ def _append(path: str, pid: int) -> None:
         file.write(f"{pid}\n")
 
 
-_DEEDS: dict[str, Callable[[str], Any]] = {
+_ACTIONS: dict[str, Callable[[str], Any]] = {
     "reward": lambda argument: Grade(float(argument)),
     "length": lambda argument: Grade(float(len(argument))),
     "pid": lambda _: Grade(1.0, {"pid": os.getpid()}),

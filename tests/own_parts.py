@@ -1,4 +1,4 @@
-"""A small implementation of a user's own for every joint, and some that lack something."""
+"""Small user-defined implementations of every protocol, and some that are incomplete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from midflight.weights.files import FileReceiver, FileSender
 
 
 class InTurns:
-    """One batch at a time, then one optimizer step."""
+    """Schedule that alternates between one batch and one optimizer step."""
 
     def __init__(self, batch_size: int, backwards: bool = False) -> None:
         self.batch_size, self.backwards = batch_size, backwards
@@ -43,7 +43,7 @@ def centered(rewards: Float64Array, scale: float = 1.0) -> Float64Array:
 
 
 def logging_engine(log: str, model_path: Path, max_num_seqs: int, **settings: Any) -> Generator:
-    """The embedded engine, after a line in a file."""
+    """Make the embedded engine, and append a line to a file."""
     settings.pop("threads")
     with Path(log).open("a") as file:
         file.write(f"{model_path.name} {max_num_seqs}\n")
@@ -51,7 +51,7 @@ def logging_engine(log: str, model_path: Path, max_num_seqs: int, **settings: An
 
 
 class CountedStream(SqliteStream[Any]):
-    """Counts its records in a file beside it."""
+    """SQLite stream that writes its record count to a file."""
 
     def __init__(self, path: Path, record_type: type[Any], capacity: int, suffix: str) -> None:
         super().__init__(path, record_type, capacity)
@@ -64,7 +64,7 @@ class CountedStream(SqliteStream[Any]):
 
 
 class OwnDirectory:
-    """Weights through a directory of its own."""
+    """Weight transport through its own directory."""
 
     def __init__(self, run_directory: Path, name: str) -> None:
         self.directory = run_directory / name
@@ -97,7 +97,7 @@ class FailingSink:
 
 
 class Nothing:
-    """Has no member of any protocol."""
+    """Class without any member of a protocol."""
 
 
 class Raises(InTurns):

@@ -1,4 +1,4 @@
-"""Training runs of the tests: started, looked into while they run, and checked for every group afterwards."""
+"""Training runs for the fault tests: start, inspect while they run, and account for every group afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = (
     f"batch.batch_size={BATCH_SIZE}",
     f"batch.group_size={GROUP_SIZE}",
     "eval.num_problems=0",
-    "engine.threads=1",  # more of them than free cores wait for each other, for seconds a step
+    "engine.threads=1",  # more threads than free cores slow a step down to seconds
     "trainer.threads=1",
     "trainer.checkpoint_every=3",
     "trainer.keep_checkpoints=1000",
@@ -56,7 +56,7 @@ from midflight.types import Grade
 
 class LongSums(ChainSums):
     def grade(self, problem, response):
-        return Grade(len(response) + 0.01 * response.count("1"))  # hardly two alike: all of them are trained on
+        return Grade(len(response) + 0.01 * response.count("1"))  # few ties: all are trained on
 
 class LongTurns(LongSums):
     def reset(self, problem):
@@ -84,7 +84,7 @@ def training(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def serving(run: RunDirectory) -> Iterator[subprocess.Popen[str]]:
-    """An engine that generates for the run."""
+    """Start a server that generates for the run, until the end of the block."""
     arguments = ("serve", run.config, "--join", run.path, "serve.port=0", "engine.threads=1")
     command = [sys.executable, "-m", "midflight", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -95,18 +95,18 @@ def serving(run: RunDirectory) -> Iterator[subprocess.Popen[str]]:
 
 
 def resume(run: RunDirectory, num_steps: int) -> tuple[dict[str, Any], str]:
-    """The summary, and what it said."""
+    """Resume a run up to `num_steps`; return its summary and its log."""
     arguments = command(run.path, "--resume", f"trainer.max_steps={num_steps}", "--json")
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
 
-def wait_for(process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
+    while not condition():
         assert process.poll() is None, f"the run ended early: {process.communicate()[1]}"
-        assert time.monotonic() < deadline_s, "it did not come to that"
+        assert time.monotonic() < deadline_s, "timeout"
         time.sleep(0.005)
 
 
@@ -135,7 +135,7 @@ def writes_to(pid: int, name: str) -> bool:
 
 
 def find(role: str, supervisor: int) -> int | None:
-    """The process of a role, if there is one now: its log says which. Those that grade are started by the rollouts'."""
+    """Return the process of a role, recognized by its log, or None. Graders are children of the rollout process."""
     if role == "supervisor":
         return supervisor
     if role == "grader":
@@ -151,7 +151,7 @@ def pid_of(role: str, supervisor: int) -> int:
 
 
 def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
-    """Those that are still in the stream, by offset; the trainer keeps what it could need again."""
+    """Return the batches still in the stream, by offset. The trainer keeps batches it may need again."""
     first = 0
     with closing(open_batches(run, load_recipe(run.config))) as batches:
         try:
@@ -162,7 +162,7 @@ def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
 
 
 def waiting_of(run: RunDirectory) -> dict[int, ChosenBatch]:
-    """Those that were handed over and not preprocessed, by index."""
+    """Return the batches handed over but not yet preprocessed, by index."""
     recipe = load_recipe(run.config)
     if recipe.preprocess.process != "own":
         return {}
@@ -176,8 +176,8 @@ def check_counts(summary: dict[str, Any]) -> None:
     assert groups["started"] == sum(groups[key] for key in ("trained", "dropped", "failed", "unfinished"))
 
 
-def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
-    """Every group that was started is in one batch, or open; so far as batches were trimmed, their number is right."""
+def check_accounts(run: RunDirectory, summary: dict[str, Any]) -> None:
+    """Check that every started group is in one batch or open, and that the number of trimmed batches is right."""
     check_counts(summary)
     groups = summary["groups"]
     assert groups["failed"] == groups["dropped"] == 0
@@ -193,7 +193,7 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
     in_batches = [group_id for batch in batches.values() for group_id in batch.group_ids]
     in_batches += [group.group_id for chosen in waiting.values() for group in chosen.groups]
     known = in_batches + checkpoint.state.open_group_ids
-    assert len(set(known)) == len(known), "a group is in two batches, or in one and still open"
+    assert len(set(known)) == len(known), "a group is in two batches, or in a batch and open"
     assert set(known) <= set(range(checkpoint.state.next_group_id))
     assert checkpoint.state.next_group_id - len(known) == first * BATCH_SIZE // GROUP_SIZE
     assert {rollout.group_id for rollout in checkpoint.rollouts} <= set(checkpoint.state.open_group_ids)
@@ -202,13 +202,13 @@ def check_books(run: RunDirectory, summary: dict[str, Any]) -> None:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             own = slice(start, end)
             versions = microbatch.weight_versions[own][microbatch.loss_mask[own]]
-            assert (np.diff(versions) >= 0).all(), "a token follows one of a newer version"
+            assert (np.diff(versions) >= 0).all(), "a weight version decreases within a sequence"
 
 
 def long_sums(directory: Path, monkeypatch: pytest.MonkeyPatch, task: str = "LongSums") -> tuple[str, ...]:
-    """Settings of a task whose answers are long, and of which hardly two are worth the same: all are trained on.
+    """Write a task with long responses and rewards that hardly ever tie, so every rollout is trained on.
 
-    "LongTurns" has three turns.
+    Return its settings. `task` is "LongSums", or "LongTurns" with three turns.
     """
     (directory / "long_sums.py").write_text(_LONG_SUMS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(Path(midflight.__file__).parents[1])]))
@@ -216,7 +216,7 @@ def long_sums(directory: Path, monkeypatch: pytest.MonkeyPatch, task: str = "Lon
 
 
 def saved_partials(run: RunDirectory) -> list[Rollout]:
-    """Rollouts that are kept in the middle, with enough tokens to tell them apart."""
+    """Return the saved partial rollouts with enough tokens to tell them apart."""
     if not run.partials.exists():
         return []
     with closing(PartialBuffer(run.partials)) as partials:
@@ -226,7 +226,7 @@ def saved_partials(run: RunDirectory) -> list[Rollout]:
 
 
 def sequences(batch: TrainingBatch) -> Iterator[GeneratedTokens]:
-    """The sampled tokens of every sequence in a batch."""
+    """Yield the sampled tokens of every sequence in a batch."""
     for microbatch in (each for share in batch.microbatches for each in share):
         ends = np.cumsum(microbatch.sequence_lengths).tolist()
         for start, end in zip([0, *ends], ends, strict=False):
@@ -246,15 +246,15 @@ def starts_with(whole: GeneratedTokens, part: GeneratedTokens) -> bool:
     )
 
 
-def check_none_was_started_anew(saved: list[Rollout], batches: dict[int, TrainingBatch]) -> None:
-    """Of the rollouts that were `saved` halfway, those in `batches` went on from there."""
+def check_saved_rollouts_continued(saved: list[Rollout], batches: dict[int, TrainingBatch]) -> None:
+    """Check that rollouts in `batches` that were `saved` halfway continued from their saved tokens."""
     assert any(rollout.group_id in batch.group_ids for rollout in saved for batch in batches.values())
     for batch in batches.values():
-        went_on = [rollout.generated for rollout in saved if rollout.group_id in batch.group_ids]
+        continued = [rollout.generated for rollout in saved if rollout.group_id in batch.group_ids]
         whole = list(sequences(batch))
-        found = [part for part in went_on if any(starts_with(each, part) for each in whole)]
-        num_left_out = batch.num_rollouts - len(whole)  # those whose rewards are just the means of their groups
-        assert len(found) >= len(went_on) - num_left_out, "rollouts were generated again from their start"
+        found = [part for part in continued if any(starts_with(each, part) for each in whole)]
+        num_left_out = batch.num_rollouts - len(whole)  # rollouts whose reward equals the mean of their group
+        assert len(found) >= len(continued) - num_left_out, "rollouts were generated again from the start"
 
 
 def is_running(pid: int) -> bool:
@@ -266,7 +266,7 @@ def is_running(pid: int) -> bool:
 
 @dataclass
 class Run:
-    """A run that is going on, and what it says."""
+    """Active run and its log lines."""
 
     directory: RunDirectory
     process: subprocess.Popen[str]
@@ -280,15 +280,15 @@ class Run:
         for line in self.process.stderr:
             self.said.append(line)
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not is_so():
+        while not condition():
             assert self.process.poll() is None, f"the run ended: {''.join(self.said)}"
-            assert time.monotonic() < deadline_s, f"it hangs: {''.join(self.said)}"
+            assert time.monotonic() < deadline_s, f"timeout: {''.join(self.said)}"
             time.sleep(0.002)
 
     def wait_for_steps(self, num_steps: int) -> None:
-        """Optimizer steps that were not done before, not counting those a restarted trainer repeats."""
+        """Wait for new optimizer steps; steps repeated by a restarted trainer do not count."""
         goal = num_lines(self.directory) + num_steps
         self.wait_until(lambda: num_lines(self.directory) >= goal)
 
@@ -305,12 +305,12 @@ class Run:
         return sum(text in line for line in self.said)
 
     def end(self) -> dict[str, object]:
-        """Stop it as a cluster does; the summary, whose groups have been counted."""
+        """Stop the run with SIGTERM as a cluster does; check its groups and return its summary."""
         self.process.terminate()
         self.process.wait(TIMEOUT_S)
         assert self.process.returncode == 130, "".join(self.said)
         summary = json.loads(self.directory.summary.read_text())
-        check_books(self.directory, summary)
+        check_accounts(self.directory, summary)
         return summary
 
 

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint was damaged on the disk goes on from the one before it."""
+"""A run with a damaged newest checkpoint resumes from the checkpoint before it."""
 
 from __future__ import annotations
 

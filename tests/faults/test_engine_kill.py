@@ -1,4 +1,4 @@
-"""A run whose engines are servers: one is killed, one stopped, one joins, and no rollout starts again."""
+"""A run with remote engines: one is killed, one stopped, one joins, and no rollout is restarted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from faults.runs import (
     TIMEOUT_S,
     Run,
     batches_of,
-    check_none_was_started_anew,
+    check_saved_rollouts_continued,
     long_sums,
     num_lines,
     saved_partials,
@@ -49,9 +49,7 @@ def metric(url: str, name: str) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith(f"midflight_{name} "))
 
 
-def test_engines_are_killed_stopped_and_join_while_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_survives_engines_that_die_stop_and_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, task = RunDirectory(tmp_path / "run"), long_sums(tmp_path, monkeypatch)
     settings = (f"run.directory={directory.path}", *SETTINGS, *REMOTE, *task)
     with training(RECIPE, *settings) as process, ExitStack() as stack:
@@ -69,7 +67,7 @@ def test_engines_are_killed_stopped_and_join_while_the_run_goes_on(
         third = stack.enter_context(serving(directory))
         urls.append(url_of(third))
         run.wait_until(lambda: metric(urls[2], "requests_finished_total") >= BATCH_SIZE)
-        assert len(read_entries(directory.engines)) == 3, "who was killed is still registered"
+        assert len(read_entries(directory.engines)) == 3, "a killed engine stays registered"
 
         at_stop = saved_partials(directory)
         second.send_signal(signal.SIGTERM)
@@ -89,7 +87,7 @@ def test_engines_are_killed_stopped_and_join_while_the_run_goes_on(
     batches = batches_of(directory)
     assert max(lag for batch in batches.values() for lag in batch.lag_histogram) <= MAX_LAG
     for saved in (at_kill, at_stop):
-        check_none_was_started_anew(saved, batches)
+        check_saved_rollouts_continued(saved, batches)
     assert all(run.num_said(f"engine {name} joined with weights of version ") for name in names)
     assert all(run.num_said(f"engine {name} left: ") == 1 for name in names)
     assert run.num_said(f"engine {names[0]} is not there: ")

@@ -1,6 +1,6 @@
-"""Verifiers that hang, crash and leak, and grading processes that are killed: the responses around them are graded.
+"""Verifiers that hang, crash and leak, and killed grading processes: all other responses are graded.
 
-As a program, this file is a process that is killed while its verifiers hang: `test_grading.py sleep|spin PID_FILE`.
+Run as `test_grading.py sleep|spin PID_FILE`, this file is a process that is killed while its verifiers hang.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from midflight.errors import RolloutError
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
 from obedient_environment import ObedientEnvironment, ObedientTurns
 
-pytestmark = pytest.mark.slow  # each starts processes
+pytestmark = pytest.mark.slow  # every test starts processes
 
 TIMEOUT_S = 60.0
-PATIENCE_S = 2.0  # of the pools whose verifiers hang: long enough for the others, on a busy machine too
+PATIENCE_S = 2.0  # timeout of pools with hung verifiers; long enough for the others on a busy machine
 PROBLEM = Problem("0", "0", "0")
 TOO_LONG = f"the verifier took longer than task.grading_timeout_s = {PATIENCE_S:g}"
 
@@ -47,17 +47,17 @@ def all_results(pool: GradingPool) -> list[GradedResponse]:
     results: list[GradedResponse] = []
     while pool.num_pending:
         new = pool.results(TIMEOUT_S)
-        assert new, "nothing came"
+        assert new, "no result arrived"
         results += new
     ids = [result.rollout_id for result in results]
     assert len(set(ids)) == len(ids)
     return sorted(results, key=lambda result: result.rollout_id)
 
 
-def wait_for(is_so: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not come to that"
+    while not condition():
+        assert time.monotonic() < deadline_s, "timeout"
         time.sleep(0.01)
 
 
@@ -66,7 +66,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process and it has not ended; nobody may have collected it yet."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("hang", ["sleep", "spin", "close_everything"])
-def test_a_verifier_that_hangs_costs_its_own_response_only(hang: str) -> None:
+def test_a_hung_verifier_fails_only_its_own_response(hang: str) -> None:
     with pool_with(timeout_s=PATIENCE_S) as pool:
         submit(pool, ["reward 1", hang, "reward 2", "reward 3"])
         results = all_results(pool)
@@ -85,7 +85,7 @@ def test_a_verifier_that_hangs_costs_its_own_response_only(hang: str) -> None:
 @pytest.mark.parametrize(
     ("crash", "how"), [("kill", "signal 9"), ("end 0", "code 0"), ("end 7", "code 7")], ids=lambda text: text
 )
-def test_a_verifier_that_ends_its_process_fails_at_the_second_attempt(crash: str, how: str) -> None:
+def test_a_verifier_that_kills_its_process_fails_after_two_attempts(crash: str, how: str) -> None:
     with pool_with() as pool:
         submit(pool, ["reward 1", crash, "reward 2", crash, "reward 3"])
         results = all_results(pool)
@@ -93,7 +93,7 @@ def test_a_verifier_that_ends_its_process_fails_at_the_second_attempt(crash: str
         assert {results[1].failure, results[3].failure} == {f"the verifier ended its process ({how})"}
 
 
-def test_a_grading_process_killed_by_somebody_else_costs_nothing() -> None:
+def test_an_idle_killed_grader_costs_no_response() -> None:
     with pool_with() as pool:
         for _ in range(3):
             submit(pool, ["pid"])
@@ -104,8 +104,8 @@ def test_a_grading_process_killed_by_somebody_else_costs_nothing() -> None:
             assert [result.grade for result in all_results(pool)] == [Grade(float(index)) for index in range(100)]
 
 
-def test_a_grading_process_killed_while_it_grades_costs_nothing(tmp_path: Path) -> None:
-    """It hangs for ever at its first attempt and is killed there; the second attempt finds the file and goes on."""
+def test_a_busy_killed_grader_costs_no_response(tmp_path: Path) -> None:
+    """The first attempt hangs and is killed; the second attempt finds the file and succeeds."""
     with pool_with() as pool:
         submit(pool, [f"sleep_once {tmp_path / 'pid'}", "reward 2"])
         while not pids_in(tmp_path / "pid"):
@@ -114,7 +114,7 @@ def test_a_grading_process_killed_while_it_grades_costs_nothing(tmp_path: Path) 
         assert [result.grade for result in all_results(pool)] == [Grade(1.0), Grade(2.0)]
 
 
-def test_a_grading_process_killed_before_it_is_ready_is_started_again(tmp_path: Path) -> None:
+def test_a_grader_killed_before_it_is_ready_is_restarted(tmp_path: Path) -> None:
     make_environment = functools.partial(ObedientEnvironment, hang_unless=str(tmp_path / "pid"))
     with GradingPool(make_environment, 1, TIMEOUT_S) as pool:
         submit(pool, ["reward 1"])
@@ -123,7 +123,7 @@ def test_a_grading_process_killed_before_it_is_ready_is_started_again(tmp_path: 
         assert [result.grade for result in all_results(pool)] == [Grade(1.0)]
 
 
-def test_an_environment_that_cannot_be_made_ends_the_run_and_says_why() -> None:
+def test_an_environment_that_raises_at_start_ends_the_run() -> None:
     with (
         GradingPool(functools.partial(ObedientEnvironment, error="no data set"), 2, TIMEOUT_S) as pool,
         pytest.raises(RolloutError, match="the environment cannot be made in a process that grades: ValueError: no da"),
@@ -131,7 +131,7 @@ def test_an_environment_that_cannot_be_made_ends_the_run_and_says_why() -> None:
         pool.wait_until_ready(TIMEOUT_S)
 
 
-def test_an_environment_that_ends_its_process_ends_the_run() -> None:
+def test_an_environment_that_exits_at_start_ends_the_run() -> None:
     with (
         GradingPool(functools.partial(os._exit, 5), 1, TIMEOUT_S) as pool,
         pytest.raises(RolloutError, match=r"ended before it was ready \(code 5\)"),
@@ -139,7 +139,7 @@ def test_an_environment_that_ends_its_process_ends_the_run() -> None:
         pool.wait_until_ready(TIMEOUT_S)
 
 
-def test_an_environment_that_is_never_made_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_hangs_at_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading_pool, "_START_TIMEOUT_S", 1.0)
     with (
         GradingPool(cast(MakeEnvironment, functools.partial(time.sleep, 1000)), 1, TIMEOUT_S) as pool,
@@ -148,7 +148,7 @@ def test_an_environment_that_is_never_made_ends_the_run(monkeypatch: pytest.Monk
         pool.wait_until_ready(TIMEOUT_S)
 
 
-def test_results_are_kept_while_all_processes_get_ready() -> None:
+def test_results_are_kept_while_processes_start() -> None:
     with pool_with(num_processes=2) as pool:
         assert not pool.wait_until_ready(0.0)
         submit(pool, ["reward 1"])
@@ -157,7 +157,7 @@ def test_results_are_kept_while_all_processes_get_ready() -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_nothing_but_timeouts_ends_the_run(num_processes: int) -> None:
+def test_an_unbroken_series_of_timeouts_ends_the_run(num_processes: int) -> None:
     timeout_s = 0.1
     with pool_with(num_processes, timeout_s) as pool:
         submit(pool, ["sleep"] * 30)
@@ -166,7 +166,7 @@ def test_nothing_but_timeouts_ends_the_run(num_processes: int) -> None:
         assert pool.num_pending > 30 - 8
 
 
-def test_a_grade_in_between_starts_the_count_of_timeouts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grade_resets_the_count_of_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading_pool, "_MAX_TIMEOUTS_IN_A_ROW", 3)
     with pool_with(timeout_s=0.5) as pool:
         submit(pool, ["sleep", "sleep", "reward 1"] * 2)
@@ -174,7 +174,7 @@ def test_a_grade_in_between_starts_the_count_of_timeouts_again(monkeypatch: pyte
 
 
 def test_all_processes_are_used(tmp_path: Path) -> None:
-    """Neither of the two that hang is reached by the process that hangs at the other."""
+    """Two hung verifiers occupy two processes; the third process grades."""
     with pool_with(num_processes=3, timeout_s=PATIENCE_S) as pool:
         assert pool.wait_until_ready(TIMEOUT_S)
         submit(pool, [f"sleep {tmp_path / 'pids'}", f"spin {tmp_path / 'pids'}", "pid"])
@@ -184,7 +184,7 @@ def test_all_processes_are_used(tmp_path: Path) -> None:
         assert len({*pids_in(tmp_path / "pids"), results[2].grade.components["pid"]}) == 3
 
 
-def test_an_episode_survives_the_process_it_is_in() -> None:
+def test_an_episode_survives_its_process() -> None:
     with GradingPool(ObedientTurns, 1, timeout_s=TIMEOUT_S) as pool:
         pool.submit(RolloutId(0), PROBLEM, ["say a"])
         assert [result.text for result in all_results(pool)] == ["a"]
@@ -194,8 +194,8 @@ def test_an_episode_survives_the_process_it_is_in() -> None:
         assert [result.grade for result in all_results(pool)] == [Grade(2.0)]
 
 
-def test_submitting_waits_for_nobody() -> None:
-    """A gigabyte of work for processes that hang; it would not fit into any pipe."""
+def test_submit_never_blocks() -> None:
+    """Submit a gigabyte of work to hung processes, which no pipe could hold."""
     with pool_with(num_processes=2, timeout_s=PATIENCE_S) as pool:
         submit(pool, ["spin", "spin"])
         response = "length " + "x" * 100_000
@@ -206,7 +206,7 @@ def test_submitting_waits_for_nobody() -> None:
         assert pool.num_pending > 9_000
 
 
-def test_a_process_that_does_not_read_is_late_and_replaced() -> None:
+def test_a_stopped_grader_is_replaced() -> None:
     with pool_with(timeout_s=PATIENCE_S) as pool:
         submit(pool, ["pid"])
         (result,) = all_results(pool)
@@ -216,7 +216,7 @@ def test_a_process_that_does_not_read_is_late_and_replaced() -> None:
         assert [result.failure for result in all_results(pool)] == [TOO_LONG, ""]
 
 
-def test_what_a_killed_verifier_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_end_with_a_killed_verifier(tmp_path: Path) -> None:
     with pool_with(timeout_s=PATIENCE_S) as pool:
         submit(pool, [f"leave_a_child {tmp_path / 'pid'}"])
         assert [result.failure for result in all_results(pool)] == [TOO_LONG]
@@ -247,7 +247,7 @@ def owner_of_a_pool(hang: str, pid_file: Path, *arguments: str) -> Iterator[subp
 
 
 @pytest.mark.parametrize("hang", ["sleep", "spin", "leave_a_child"])
-def test_verifiers_that_hang_end_with_the_run_that_was_killed(tmp_path: Path, hang: str) -> None:
+def test_hung_verifiers_end_with_a_killed_run(tmp_path: Path, hang: str) -> None:
     pid_file = tmp_path / "pids"
     with owner_of_a_pool(hang, pid_file) as owner:
         wait_for(lambda: len(pids_in(pid_file)) == 2)
@@ -257,7 +257,7 @@ def test_verifiers_that_hang_end_with_the_run_that_was_killed(tmp_path: Path, ha
     wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_program_that_forgets_its_pool_still_ends(tmp_path: Path) -> None:
+def test_a_program_with_an_unclosed_pool_ends(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     with owner_of_a_pool("sleep", pid_file, "and end") as owner:
         assert owner.wait(TIMEOUT_S) == 0

@@ -1,4 +1,4 @@
-"""Either end of the HTTP contract is killed: the other goes on, and no token that had arrived is lost."""
+"""One end of the HTTP connection is killed: the other continues, and no received token is lost."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_a_killed_server_costs_no_token_that_had_arrived(served: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_killed_server_loses_no_received_token(served: tuple[subprocess.Popen[str], str]) -> None:
     process, url = served
     prompt = np.array([5, 6], np.int32)
     with HTTPGenerator(url, chunk_tokens=1) as generator:
-        # Far from its end when it is killed: nothing stops it before 160 tokens.
+        # No stop token: every rollout is far from its 160 tokens when the server is killed.
         generator.add([GenerationRequest(RolloutId(each), prompt, SamplingParams(160), seed=1) for each in range(32)])
         while len(generator.generated(RolloutId(0))) < 5:
             pass
         process.kill()
         ended = 0
 
-        def step_on() -> None:
+        def step_until_lost() -> None:
             nonlocal ended
             while True:
                 ended += len(generator.step())
 
         with pytest.raises(GenerationLostError):
-            step_on()
+            step_until_lost()
         partial = generator.abort([RolloutId(each) for each in range(32)])
         assert len(partial) + ended == 32
         for completion in partial:
@@ -79,7 +79,7 @@ HTTPGenerator(sys.argv[1], bucket_bytes=4096).update_weights(1, KilledWhilePacki
 """
 
 
-def test_a_sender_killed_in_the_middle_leaves_the_old_weights_serving(
+def test_a_killed_sender_keeps_the_old_weights(
     served: tuple[subprocess.Popen[str], str],
 ) -> None:
     _, url = served
@@ -93,6 +93,6 @@ def test_a_sender_killed_in_the_middle_leaves_the_old_weights_serving(
         assert set(completions[0].generated.weight_versions.tolist()) == {0}
         weights = weights_of(load_model(MODEL))
         while generator.weight_version == 0:
-            with suppress(WeightUpdateError):  # the server may still be finding out
+            with suppress(WeightUpdateError):  # the server may not have noticed the loss yet
                 generator.update_weights(2, weights)
         assert generator.weight_version == 2

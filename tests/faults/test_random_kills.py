@@ -1,8 +1,8 @@
-"""Runs of which any process dies at any time, one after the other: no group is lost, trained on twice, or begun again.
+"""Runs whose processes are killed at random: no group is lost, trained on twice, or restarted.
 
-Every 1 to 5 s one process gets SIGKILL, or now and then SIGSTOP until the next one. A supervisor that died is followed
-by `--resume`, an engine by another. $MIDFLIGHT_KILLS is how many processes are killed in each run; `make kills` kills
-more than the tests.
+Every 1 to 5 s one process gets SIGKILL, or sometimes SIGSTOP until the next kill. A killed supervisor is followed by
+`--resume`, a killed engine by another engine. $MIDFLIGHT_KILLS is the number of kills per run; `make kills` uses more
+than the tests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from faults.runs import (
     SETTINGS,
     Run,
     batches_of,
-    check_books,
-    check_none_was_started_anew,
+    check_accounts,
+    check_saved_rollouts_continued,
     is_running,
     long_sums,
     num_lines,
@@ -59,20 +59,20 @@ NUM_ENGINES = {"http": 2}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(180 + 40 * NUM_KILLS),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="this looks into /proc"),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc"),
 ]
 
 
 @dataclass
 class Victims:
-    """A run, its engines, and every process that belongs to them, by what it does."""
+    """A run, its engines, and all their processes by role."""
 
     directory: RunDirectory
     stack: ExitStack
     num_engines: int
     run: Run
     engines: list[subprocess.Popen[str]] = field(default_factory=list)
-    trained: dict[int, list[int]] = field(default_factory=dict)  # groups by batch, as far as was ever seen
+    trained: dict[int, list[int]] = field(default_factory=dict)  # groups of every batch seen so far
 
     def by_role(self) -> dict[str, list[int]]:
         found = defaultdict(list)
@@ -83,7 +83,7 @@ class Victims:
         return found
 
     def keep_going(self) -> None:
-        """Start again what nobody else would."""
+        """Restart the supervisor and the engines, which no other process restarts."""
         if self.run.process.poll() is not None:
             assert self.run.process.returncode == -signal.SIGKILL, "".join(self.run.said)
             print("fault: the run is resumed", flush=True)
@@ -93,8 +93,8 @@ class Victims:
         while len(self.engines) < self.num_engines and self.directory.config.exists():
             self.engines.append(self.stack.enter_context(serving(self.directory)))
 
-    def note_batches(self) -> None:
-        """While no process is running. A batch that was handed over stays as it is."""
+    def check_batches(self) -> None:
+        """Check that batches handed over earlier are unchanged. Called while no process is running."""
         batches: dict[int, list[int]] = {
             offset: list(batch.group_ids) for offset, batch in batches_of(self.directory).items()
         }
@@ -108,7 +108,7 @@ class Victims:
         orphans = [pid for role, pids in self.by_role().items() if role != "engine" for pid in pids]
         deadline_s = time.monotonic() + 60
         while any(is_running(pid) for pid in orphans):
-            assert time.monotonic() < deadline_s, f"these go on without a supervisor: {self.by_role()}"
+            assert time.monotonic() < deadline_s, f"processes survive their supervisor: {self.by_role()}"
             time.sleep(0.05)
 
     def _role(self, pid: int) -> str:
@@ -140,9 +140,7 @@ def victims_of(path: Path, case: str, *task: str) -> Iterator[Victims]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whatever_is_killed_no_group_is_lost_or_trained_twice(
-    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_kills_lose_and_repeat_no_group(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(f"{NUM_KILLS} kills of {case}")
     task, path = long_sums(tmp_path, monkeypatch), tmp_path / "run"
     with ExitStack() as stack:
@@ -157,14 +155,14 @@ def test_whatever_is_killed_no_group_is_lost_or_trained_twice(
         victims.keep_going()
         victims.run.wait_for_steps(2)
         victims.run.end()
-        victims.note_batches()
+        victims.check_batches()
         saved, num_steps = saved_partials(victims.directory), num_lines(victims.directory) + 12
         summary, _ = resume(victims.directory, num_steps)
         assert summary["steps"] == num_steps
-        check_books(victims.directory, summary)
-        victims.note_batches()
+        check_accounts(victims.directory, summary)
+        victims.check_batches()
         if saved:
-            check_none_was_started_anew(saved, batches_of(victims.directory))
+            check_saved_rollouts_continued(saved, batches_of(victims.directory))
         victims.wait_for_orphans()
 
 
@@ -172,14 +170,14 @@ def kill_at_random(victims: Victims, chance: random.Random) -> Counter[str]:
     killed: Counter[str] = Counter()
     stopped: int | None = None
     while killed.total() < NUM_KILLS:
-        time.sleep(chance.uniform(1, 5))  # waits for nothing: any moment may be the last one of a process
+        time.sleep(chance.uniform(1, 5))  # not a wait for anything: a process may die at any moment
         if stopped is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
         victims.keep_going()
         found = victims.by_role()
         if not {"trainer", "rollout"} & found.keys() and chance.random() < 0.8:
-            continue  # or all kills would hit runs that have only begun to start, on a busy machine
+            continue  # on a busy machine, all kills would otherwise hit runs that are still starting
         role = chance.choice(sorted(found))
         stops = chance.random() < STOP_PROBABILITY
         victim = chance.choice(sorted(found[role]))
@@ -190,9 +188,9 @@ def kill_at_random(victims: Victims, chance: random.Random) -> Counter[str]:
         killed[role] += not stops
         if role == "supervisor" and not stops:
             victims.run.process.wait()
-            if chance.random() < 0.5:  # otherwise the next one meets the workers of this one
+            if chance.random() < 0.5:  # otherwise the next supervisor meets the old workers
                 victims.wait_for_orphans()
-                victims.note_batches()
+                victims.check_batches()
     if stopped is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(stopped, signal.SIGCONT)

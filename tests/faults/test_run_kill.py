@@ -1,4 +1,4 @@
-"""Runs that end with the death of a process and are resumed: no group is lost or trained on twice."""
+"""Runs that end with a killed process and are resumed: no group is lost or trained on twice."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from faults.runs import (
     SETTINGS,
     TIMEOUT_S,
     batches_of,
-    check_books,
-    check_none_was_started_anew,
+    check_accounts,
+    check_saved_rollouts_continued,
     is_running,
     long_sums,
     num_lines,
@@ -33,11 +33,11 @@ from midflight.config.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
-ENDS = ("supervisor.max_restarts=0",)  # a process that dies ends the run, which goes on when it is resumed
+ENDS = ("supervisor.max_restarts=0",)  # a killed process ends the run
 
 
 @pytest.mark.timeout(400)
-def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_path: Path) -> None:
+def test_groups_waiting_for_killed_preprocessing_are_trained_later(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     settings = (*SETTINGS, *ENDS, "schedule.type=bounded", "schedule.max_lag=2", "preprocess.process=own")
     with training(RECIPE, f"run.directory={run.path}", *settings) as process:
@@ -50,10 +50,10 @@ def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_
     assert "the preprocess process was killed by signal 9" in stderr
     waiting = waiting_of(run)
     interrupted = json.loads(run.summary.read_text())
-    check_books(run, interrupted)
+    check_accounts(run, interrupted)
     assert interrupted["groups"]["unfinished"] >= len(waiting) * BATCH_SIZE // GROUP_SIZE
     summary, _ = resume(run, max(waiting) + 3)
-    check_books(run, summary)
+    check_accounts(run, summary)
     batches = batches_of(run)
     for index, chosen in waiting.items():
         assert batches[index].group_ids == [group.group_id for group in chosen.groups]
@@ -61,7 +61,7 @@ def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["LongSums", "LongTurns"])
-def test_the_tokens_of_a_killed_rollout_process_come_back(
+def test_tokens_of_a_killed_rollout_process_are_kept(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = long_sums(tmp_path, monkeypatch, kind)
@@ -71,18 +71,18 @@ def test_the_tokens_of_a_killed_rollout_process_come_back(
         os.kill(pid_of("rollout", process.pid), signal.SIGKILL)
         process.communicate(timeout=TIMEOUT_S)
     saved = saved_partials(run)
-    assert saved, "something was in flight, and nothing was kept of it"
+    assert saved, "rollouts were in flight, and none was saved"
     assert any(len(rollout.turns) > 1 for rollout in saved) == (kind == "LongTurns")
     for rollout in saved:
         assert len(rollout.generated.weight_versions) == len(rollout.generated.logprobs) == len(rollout.generated)
         assert rollout.generated.weight_versions.min() >= 0
     num_before = len(batches_of(run)) and max(batches_of(run)) + 1
     summary, _ = resume(run, num_lines(run) + 12)
-    check_books(run, summary)
+    check_accounts(run, summary)
     later = {offset: batch for offset, batch in batches_of(run).items() if offset >= num_before}
-    check_none_was_started_anew(saved, later)
-    went_on = {rollout.group_id for rollout in saved}
-    carrying = [batch for batch in later.values() if went_on & set(batch.group_ids)]
+    check_saved_rollouts_continued(saved, later)
+    continued = {rollout.group_id for rollout in saved}
+    carrying = [batch for batch in later.values() if continued & set(batch.group_ids)]
     assert all(batch.metrics["carried_token_fraction"] > 0 for batch in carrying)
 
 
@@ -91,14 +91,14 @@ def shared_weights() -> set[Path]:
 
 
 @pytest.mark.timeout(400)
-def test_workers_without_a_supervisor_clean_up_and_nobody_runs_beside_them(tmp_path: Path) -> None:
+def test_orphaned_workers_clean_up_before_a_resumed_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with training(RECIPE, f"run.directory={run.path}", *SETTINGS, *SCHEDULES[0]) as process:
         wait_for(process, lambda: num_lines(run) >= 2)
         pids = {role: pid_of(role, process.pid) for role in ("trainer", "rollout", "grader")}
         weights = {each for each in shared_weights() if is_mapped(each, pids["trainer"])}
         assert len(weights) == 1
-        # The rollout process cannot find out, as long as it is stopped, that it is on its own.
+        # A stopped rollout process cannot notice that its supervisor is gone.
         os.kill(pids["rollout"], signal.SIGSTOP)
         process.kill()
         process.wait()
@@ -111,7 +111,7 @@ def test_workers_without_a_supervisor_clean_up_and_nobody_runs_beside_them(tmp_p
         assert process.returncode == 0, stderr
     assert not any(is_running(pid) for pid in pids.values())
     assert not weights & shared_weights()
-    check_books(run, json.loads(stdout))
+    check_accounts(run, json.loads(stdout))
 
 
 def is_mapped(directory: Path, pid: int) -> bool:

@@ -1,7 +1,7 @@
-"""A stream in a SQLite file outlives its processes: killed at random points, or out of disk.
+"""SQLite streams survive processes that are killed at random points or run out of disk.
 
-As a program, this file is the process that gets killed: `test_sqlite_stream_kill.py append|take|fill PATH`. It writes
-a line with every offset that it has appended, or taken.
+Run as `test_sqlite_stream_kill.py append|take|fill PATH`, this file is the process that a test kills. It prints every
+offset that it has appended or taken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from midflight.streams.sqlite import SqliteStream
 from midflight.types import GeneratedTokens
 
 TIMEOUT_S = 60.0
-NUM_TOKENS = 2000  # 24 kB a record: the file itself is written, and not just its log, every 170 records
+NUM_TOKENS = 2000  # 24 kB per record: SQLite writes back its log every 170 records
 CAPACITY = 1_000_000
 
 
@@ -51,16 +51,16 @@ def start(role: str, path: Path, *arguments: object) -> subprocess.Popen[bytes]:
 
 
 def killed_after(process: subprocess.Popen[bytes], num_lines: int, delay_s: float) -> list[int]:
-    """The offsets that a process reported before it was killed, a moment after it had reported `num_lines`."""
+    """Kill a process shortly after `num_lines` reported offsets, and return all reported offsets."""
     assert process.stdout is not None
     with process:
         offsets = [int(process.stdout.readline()) for _ in range(num_lines)]
-        time.sleep(delay_s)  # waits for nothing: a report wakes this process, so without it all die just after one
+        time.sleep(delay_s)  # not a wait for anything: without it every kill would directly follow a report
         process.kill()
         return offsets + [int(line) for line in process.stdout if line.endswith(b"\n")]
 
 
-def test_a_killed_writer_leaves_every_acknowledged_record_and_no_gap(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_all_acknowledged_records(tmp_path: Path) -> None:
     path = tmp_path / "stream.sqlite"
     chance = random.Random(1)
     num_records = 0
@@ -77,7 +77,7 @@ def test_a_killed_writer_leaves_every_acknowledged_record_and_no_gap(tmp_path: P
         num_records = end
 
 
-def test_a_killed_reader_finds_what_it_had_not_trimmed(tmp_path: Path) -> None:
+def test_a_killed_reader_keeps_untrimmed_records(tmp_path: Path) -> None:
     path = tmp_path / "stream.sqlite"
     chance = random.Random(2)
     num_records = 800
@@ -95,7 +95,7 @@ def test_a_killed_reader_finds_what_it_had_not_trimmed(tmp_path: Path) -> None:
             assert [is_record(last + index, each) for index, each in enumerate(found)] == [True] * (num_records - last)
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_stream_readable(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_stream_readable(tmp_path: Path) -> None:
     path = tmp_path / "stream.sqlite"
     with start("fill", path) as process:
         assert process.stdout is not None
@@ -106,7 +106,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_stream_readable(tmp_path: Path) 
     assert error.startswith(f"{path}: "), error
     assert still_readable == f"{len(offsets)} read"
     with closing(open_stream(path)) as stream:
-        assert stream.append(record(len(offsets))) == len(offsets), "there is room again"
+        assert stream.append(record(len(offsets))) == len(offsets), "the stream accepts records again"
         assert len(stream.read(0, CAPACITY)) == len(offsets) + 1
 
 
@@ -118,7 +118,7 @@ def append(stream: SqliteStream[GeneratedTokens]) -> None:
 
 
 def take(stream: SqliteStream[GeneratedTokens], offset: int) -> None:
-    """Read from `offset` on, and forget everything before what was reported."""
+    """Read from `offset` on, and trim every record before the reported one."""
     while stream.read(offset, timeout_s=0):
         print(offset, flush=True)
         stream.trim(offset)
@@ -126,7 +126,7 @@ def take(stream: SqliteStream[GeneratedTokens], offset: int) -> None:
 
 
 def fill(stream: SqliteStream[GeneratedTokens]) -> None:
-    """Append until files may not grow any more, as on a full disk; then read everything back."""
+    """Append until files cannot grow, as on a full disk; then read all records back."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
     offset = 0
     try:

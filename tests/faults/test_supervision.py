@@ -1,6 +1,6 @@
-"""Runs that are hurt while they go on, and go on: no group is lost or trained on twice, and nothing waits for ever.
+"""Runs with injected faults that continue: no group is lost or trained on twice, and no process hangs.
 
-Each fault is a line on stdout; `make faults` shows and counts them.
+Each fault prints a line; `make faults` shows and counts the lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from faults.runs import (
     TIMEOUT_S,
     Run,
     batches_of,
-    check_books,
+    check_accounts,
     descendants,
     find,
     is_running,
@@ -55,21 +55,21 @@ OWN = "preprocess.process=own"
 
 
 def weights_of(pid: int) -> Path:
-    """The file through which a process gets its weights."""
+    """Return the file through which a process gets its weights."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return next(Path(line.split()[-1]) for line in lines if line.endswith("/weights"))
 
 
-def at_once(run: Run, chance: random.Random) -> None:
-    time.sleep(chance.uniform(0, 0.2))  # waits for nothing: without it all would come at the same point of a step
+def immediately(run: Run, chance: random.Random) -> None:
+    time.sleep(chance.uniform(0, 0.2))  # not a wait for anything: spreads the kills over a step
 
 
-def in_a_checkpoint(run: Run, chance: random.Random) -> None:
+def during_a_checkpoint(run: Run, chance: random.Random) -> None:
     run.wait_until(lambda: any(run.directory.checkpoints.glob(".unfinished-*")))
 
 
-def at_an_update(run: Run, chance: random.Random) -> None:
-    """When the trainer has just sent weights, and the engine copies them."""
+def during_an_update(run: Run, chance: random.Random) -> None:
+    """Wait until the trainer has sent weights, which the engine then copies."""
     receiver = SharedMemoryReceiver(weights_of(run.pid("trainer")))
     before = receiver.newest_version()
     assert before is not None
@@ -77,7 +77,7 @@ def at_an_update(run: Run, chance: random.Random) -> None:
     receiver.close()
 
 
-MOMENTS = [at_once, at_once, in_a_checkpoint, at_an_update]
+MOMENTS = [immediately, immediately, during_a_checkpoint, during_an_update]
 
 
 @pytest.mark.timeout(600)
@@ -104,7 +104,7 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, schedule: tup
 
 
 @pytest.mark.timeout(600)
-def test_weights_in_files_outlive_their_sender(tmp_path: Path) -> None:
+def test_weight_files_survive_their_sender(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     settings = (*SCHEDULES[0], *QUICK, "weights.type=files", f"weights.directory={weights}")
     with running(tmp_path / "run", *settings) as run:
@@ -121,7 +121,7 @@ def test_weights_in_files_outlive_their_sender(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_a_hung_process_is_restarted(tmp_path: Path) -> None:
     roles = ["trainer", "rollout", "preprocess", "rollout", "trainer"]
     with running(tmp_path / "run", *SCHEDULES[0], *QUICK, OWN, "supervisor.heartbeat_timeout_s=3") as run:
         for role in roles:
@@ -133,20 +133,20 @@ def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(600)
-def test_a_supervisor_that_is_stopped_for_a_while_blames_nobody(tmp_path: Path) -> None:
+def test_a_suspended_run_restarts_no_process(tmp_path: Path) -> None:
     with running(tmp_path / "run", *SCHEDULES[0], *QUICK, "supervisor.heartbeat_timeout_s=3") as run:
         everyone = [*descendants(run.process.pid), run.process.pid]
         for pid in everyone:
             os.kill(pid, signal.SIGSTOP)
         print("fault: SIGSTOP to all", flush=True)
-        time.sleep(5)  # longer than the timeout: what is tested is that this is not held against them
+        time.sleep(5)  # longer than the heartbeat timeout; nobody may be restarted for it
         for pid in reversed(everyone):
             os.kill(pid, signal.SIGCONT)
         run.wait_for_steps(2)
         assert run.end()["restarts"] == {}
 
 
-def test_a_process_that_cannot_live_ends_the_run(tmp_path: Path) -> None:
+def test_a_process_that_always_dies_ends_the_run(tmp_path: Path) -> None:
     with running(tmp_path / "run", *SCHEDULES[0], "supervisor.backoff_s=0.02", "supervisor.max_restarts=2") as run:
         deadline_s = time.monotonic() + TIMEOUT_S
         while run.process.poll() is None and time.monotonic() < deadline_s:
@@ -157,12 +157,12 @@ def test_a_process_that_cannot_live_ends_the_run(tmp_path: Path) -> None:
         assert run.process.returncode == 1
     assert "the rollout process was killed by signal 9, 3 times without an optimizer step; its log is" in run.said[-1]
     summary = json.loads(run.directory.summary.read_text())
-    check_books(run.directory, summary)
+    check_accounts(run.directory, summary)
     assert summary["restarts"]["rollout"] >= 2
 
 
 @pytest.mark.timeout(600)
-def test_a_checkpoint_that_is_damaged_while_the_run_goes_on_is_not_used(tmp_path: Path) -> None:
+def test_a_checkpoint_damaged_during_the_run_is_skipped(tmp_path: Path) -> None:
     with running(tmp_path / "run", *SCHEDULES[0], *QUICK, "trainer.keep_checkpoints=4") as run:
         for index in range(3):
             run.wait_until(lambda: len(list(run.directory.checkpoints.glob("step_*"))) >= 2)
@@ -179,14 +179,14 @@ def test_a_checkpoint_that_is_damaged_while_the_run_goes_on_is_not_used(tmp_path
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("preprocess", ["own", "rollout"])
-def test_streams_that_lose_their_ends_lose_no_group(tmp_path: Path, preprocess: str) -> None:
-    """As a loss of power may: everything is killed at once, and the logs that SQLite has not written back are cut."""
+def test_truncated_stream_logs_lose_no_group(tmp_path: Path, preprocess: str) -> None:
+    """Simulate a power loss: kill every process at once and truncate the write-ahead logs of SQLite."""
     chance = random.Random(f"cut logs {preprocess}")
     run = RunDirectory(tmp_path / "run")
     settings = (*SCHEDULES[0], f"preprocess.process={preprocess}")
-    with running(run.path, *settings) as going_on:
-        going_on.wait_for_steps(chance.randint(4, 8))
-        kill_all(going_on.process)
+    with running(run.path, *settings) as active:
+        active.wait_for_steps(chance.randint(4, 8))
+        kill_all(active.process)
     for _ in range(3):
         logs = [log for log in run.batches.parent.glob("*.sqlite-wal") if log.stat().st_size]
         assert logs
@@ -195,16 +195,16 @@ def test_streams_that_lose_their_ends_lose_no_group(tmp_path: Path, preprocess: 
             print(f"fault: cut {log.name}", flush=True)
         arguments = (str(run.path), "--resume", "trainer.max_steps=100000")
         with training(*arguments) as process:
-            going_on = Run(run, process)
-            going_on.wait_until(lambda: find("trainer", process.pid) is not None)
-            going_on.wait_for_steps(chance.randint(4, 8))
+            active = Run(run, process)
+            active.wait_until(lambda: find("trainer", process.pid) is not None)
+            active.wait_for_steps(chance.randint(4, 8))
             kill_all(process)
     summary, _ = resume(run, num_lines(run) + 6)
-    check_books(run, summary)
+    check_accounts(run, summary)
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """Stopped first, so that none of them sees the others go and closes its files in peace."""
+    """Stop all processes before killing them, so that none can react and close its files."""
     pids = [process.pid, *descendants(process.pid)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
@@ -217,29 +217,29 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_redis_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_waits_for_a_restarting_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "redis"
     data.mkdir()
     with RedisServer(data) as server:
         monkeypatch.setenv("MIDFLIGHT_REDIS_URL", server.url)
         settings = (*SCHEDULES[0], *QUICK, OWN, "streams.type=redis")
         run = RunDirectory(tmp_path / "run")
-        with running(run.path, *settings) as going_on:
+        with running(run.path, *settings) as active:
             for away_s in (0.0, 0.0, 1.0, 20.0):
                 server.kill()
                 print(f"fault: Redis is away for {away_s:g} s", flush=True)
-                time.sleep(away_s)  # that long is the fault
+                time.sleep(away_s)  # duration of the fault
                 server.start()
-                going_on.wait_for_steps(3)
+                active.wait_for_steps(3)
             server.signal(signal.SIGSTOP)
             print("fault: Redis does not answer for 3 s", flush=True)
             time.sleep(3.0)
             server.signal(signal.SIGCONT)
-            going_on.wait_for_steps(3)
-            going_on.process.terminate()
-            going_on.process.wait(TIMEOUT_S)
-            assert going_on.process.returncode == 130, "".join(going_on.said)
-            assert not going_on.num_said("is started again")
+            active.wait_for_steps(3)
+            active.process.terminate()
+            active.process.wait(TIMEOUT_S)
+            assert active.process.returncode == 130, "".join(active.said)
+            assert not active.num_said("is started again")
         groups = json.loads(run.summary.read_text())["groups"]
     steps = [line["version"] for line in read_metrics(run.metrics)]
     assert steps == list(range(1, len(steps) + 1))
@@ -247,14 +247,14 @@ def test_a_redis_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypa
 
 
 @pytest.mark.timeout(600)
-def test_a_trainer_that_was_killed_makes_the_same_weights(tmp_path: Path) -> None:
-    """As one that was left alone with the same stream, bit for bit: killed three times between two checkpoints."""
+def test_a_killed_trainer_reaches_the_same_weights(tmp_path: Path) -> None:
+    """Kill the trainer three times between checkpoints; its weights equal undisturbed training, bit for bit."""
     settings = (*SCHEDULES[0], *QUICK, "trainer.checkpoint_every=12", "trainer.keep_checkpoints=1000")
     batches: dict[int, TrainingBatch] = {}
     with running(tmp_path / "run", *settings) as run:
 
         def has_first_batches() -> bool:
-            """Those that are forgotten with the first checkpoint."""
+            """Collect the batches that are trimmed with the first checkpoint."""
             batches.update(batches_of(run.directory))
             return 11 in batches
 
@@ -273,7 +273,7 @@ def test_a_trainer_that_was_killed_makes_the_same_weights(tmp_path: Path) -> Non
 
 
 def train_alone(recipe: Recipe, batches: dict[int, TrainingBatch], num_steps: int, directory: Path) -> Path:
-    """The checkpoint after these batches, trained on in this process."""
+    """Train on these batches in this process and return the final checkpoint."""
     stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=len(batches))
     for index in range(num_steps):
         stream.append(batches[index])

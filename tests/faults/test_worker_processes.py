@@ -1,4 +1,4 @@
-"""Worker processes live exactly as long as their supervisor lets them, whatever else is killed."""
+"""Worker processes live as long as their supervisor, whichever other process is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from faults import workers
 from faults.runs import is_running
-from faults.workers import TIMEOUT_S, pids_of, supervised, wait_for_a_stop
+from faults.workers import TIMEOUT_S, pids_of, supervised, wait_for_stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="this looks into /proc")]
 
@@ -32,47 +32,47 @@ def kill_fork_server() -> None:
 
 
 def test_workers_outlive_the_fork_server(tmp_path: Path) -> None:
-    with supervised(tmp_path, {"trainer": wait_for_a_stop, "rollout": wait_for_a_stop}) as it:
-        it.watch_until(lambda: len(it.pids()) == 2)
-        first = it.pids()
+    with supervised(tmp_path, {"trainer": wait_for_stop, "rollout": wait_for_stop}) as run:
+        run.watch_until(lambda: len(run.pids()) == 2)
+        first = run.pids()
         kill_fork_server()
         for _ in range(5):
-            it.supervisor.watch(0.02)
-        assert it.said == []
+            run.supervisor.watch(0.02)
+        assert run.said == []
         assert all(is_running(pid) for pid in first)
         os.kill(min(first), signal.SIGKILL)
-        it.watch_until(lambda: len(it.pids()) == 3)
-        assert [text.split(" ", 2)[2] for text in it.said] == ["process ended; it is started again in 0 s"]
-        assert it.weights.exists(), "a worker took the fork server for the supervisor"
-    assert not any(is_running(pid) for pid in it.pids())
+        run.watch_until(lambda: len(run.pids()) == 3)
+        assert [text.split(" ", 2)[2] for text in run.said] == ["process ended; it is started again in 0 s"]
+        assert run.weights.exists(), "a worker mistook the fork server for the supervisor"
+    assert not any(is_running(pid) for pid in run.pids())
 
 
-def test_a_fork_server_that_dies_at_a_start_costs_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_killed_during_a_start_costs_one_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = multiprocessing.forkserver.connect_to_new_process
     deaths = iter([True])
 
     def connect_and_die(descriptors: list[int]) -> tuple[int, int]:
         ends: tuple[int, int] = connect(descriptors)
         if next(deaths, False):
-            os.read(ends[0], 8)  # the new process's number: as if the fork server had died before it told
+            os.read(ends[0], 8)  # the pid of the new process, as if the fork server had died before sending it
             kill_fork_server()
         return ends
 
     monkeypatch.setattr(multiprocessing.forkserver, "connect_to_new_process", connect_and_die)
-    with supervised(tmp_path, {"rollout": wait_for_a_stop}) as it:
-        it.watch_until(lambda: sum(is_running(pid) for pid in it.pids()) == 1 and bool(it.said))
-        assert it.said[0].startswith("the rollout process could not be started (EOFError")
-        assert it.weights.exists()
+    with supervised(tmp_path, {"rollout": wait_for_stop}) as run:
+        run.watch_until(lambda: sum(is_running(pid) for pid in run.pids()) == 1 and bool(run.said))
+        assert run.said[0].startswith("the rollout process could not be started (EOFError")
+        assert run.weights.exists()
 
 
-def test_no_other_process_can_pass_for_the_supervisor(tmp_path: Path) -> None:
-    """Its end is noticed when nobody has the writing end of its pipe any more."""
-    with supervised(tmp_path, {"rollout": wait_for_a_stop}) as it:
-        it.watch_until(lambda: len(it.pids()) == 1)
-        pipe = os.readlink(f"/proc/self/fd/{it.supervisor._living.fileno()}")
-        for pid in (*it.pids(), fork_server()):
+def test_only_the_supervisor_holds_its_pipe_open(tmp_path: Path) -> None:
+    """Workers notice the end of the supervisor when no process holds the write end of its pipe."""
+    with supervised(tmp_path, {"rollout": wait_for_stop}) as run:
+        run.watch_until(lambda: len(run.pids()) == 1)
+        pipe = os.readlink(f"/proc/self/fd/{run.supervisor._living.fileno()}")
+        for pid in (*run.pids(), fork_server()):
             ends = [path for path in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(path) == pipe]
-            assert bool(ends) == (pid in it.pids())
+            assert bool(ends) == (pid in run.pids())
             assert not any(is_writable(path) for path in ends)
 
 
@@ -82,8 +82,8 @@ def is_writable(descriptor: Path) -> bool:
     return bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
-@pytest.mark.parametrize("body", ["wait_for_a_stop", "wait_for_another_rank", "wait_for_nothing"])
-def test_a_worker_ends_with_its_supervisor_wherever_it_waits(tmp_path: Path, body: str) -> None:
+@pytest.mark.parametrize("body", ["wait_for_stop", "wait_for_peer", "wait_forever"])
+def test_a_waiting_worker_ends_with_its_supervisor(tmp_path: Path, body: str) -> None:
     run = tmp_path / "run"
     with subprocess.Popen([sys.executable, workers.__file__, tmp_path, body]) as supervisor:
         wait_until(lambda: bool(pids_of(run)))
@@ -94,8 +94,8 @@ def test_a_worker_ends_with_its_supervisor_wherever_it_waits(tmp_path: Path, bod
     assert not (tmp_path / "weights").exists()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
+    while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -1,4 +1,7 @@
-"""Worker processes that wait, and a supervisor of them: as a program, `workers.py DIRECTORY BODY`, one to be killed."""
+"""Worker processes that wait, and their supervisor.
+
+Run as `workers.py DIRECTORY BODY`, this file is a supervisor that a test kills.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +27,30 @@ SETTINGS = ("supervisor.backoff_s=0", "trainer.type=fsdp", "trainer.num_ranks=2"
 TIMEOUT_S = 60.0
 
 
-def wait_for_a_stop(context: WorkerContext) -> None:
-    _say_who(context.run)
+def wait_for_stop(context: WorkerContext) -> None:
+    _write_pid(context.run)
     start_together(context)
     while not context.should_stop():
         time.sleep(0.01)
 
 
-def wait_for_another_rank(context: WorkerContext) -> None:
-    """A trainer rank whose peer never comes to the rendezvous."""
-    _say_who(context.run)
+def wait_for_peer(context: WorkerContext) -> None:
+    """Wait as a trainer rank whose peer never joins the rendezvous."""
+    _write_pid(context.run)
     with join_training(context.recipe, 0, context.weights_directory / "ranks"):
-        raise AssertionError("nobody else came")
+        raise AssertionError("the rendezvous ended without a peer")
 
 
-def wait_for_nothing(context: WorkerContext) -> None:
-    """A worker in a call that never returns, after the run began."""
+def wait_forever(context: WorkerContext) -> None:
+    """Block in a call that never returns, after the start of the run."""
     worker_process._ORPHAN_GRACE_S = 0.2
     start_together(context)
-    _say_who(context.run)
+    _write_pid(context.run)
     while True:
         time.sleep(TIMEOUT_S)
 
 
-def _say_who(run: RunDirectory) -> None:
+def _write_pid(run: RunDirectory) -> None:
     (run.path / f"pid-{os.getpid()}").touch()
 
 
@@ -63,12 +66,12 @@ class Supervised:
     said: list[str] = field(default_factory=list)
 
     def pids(self) -> set[int]:
-        """All that ever ran."""
+        """Return every process that ever ran."""
         return pids_of(self.run)
 
-    def watch_until(self, is_so: Callable[[], bool]) -> None:
+    def watch_until(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not is_so():
+        while not condition():
             assert time.monotonic() < deadline_s, self.said
             self.supervisor.watch(0.02)
 
@@ -88,8 +91,8 @@ def supervised(directory: Path, bodies: Mapping[str, WorkerBody]) -> Iterator[Su
 
 
 def main(directory: str, body: str) -> None:
-    with supervised(Path(directory), {"trainer": globals()[body]}) as it:
-        it.watch_until(lambda: False)
+    with supervised(Path(directory), {"trainer": globals()[body]}) as run:
+        run.watch_until(lambda: False)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
     python examples/pipeline_in_one_file.py [--steps 20]
 
-Actor: keep H sequences in flight. Before every token, adopt the trainer's newest weights if there are any: no sequence
-is aborted, and keys and values that older weights computed stay. Sample a token for every sequence, and keep with it
-its log-probability and the version of the weights that sampled it. Grade what has ended; queue groups that are done.
-Trainer: take the B rollouts whose groups were done first; advantages, loss, optimizer step; publish the weights; again.
+Actor: keeps H sequences in flight. Before every token it adopts new weights of the trainer, if there are any. No
+sequence is aborted, and keys and values computed by older weights stay. It then samples a token for every sequence, and
+stores the log-probability and the weight version with the token. It grades ended sequences and queues complete groups.
+Trainer: takes the B rollouts of the first complete groups, makes an optimizer step, and publishes the weights.
 
-Both are generators in which `yield` lets one decode step pass. In the package they are two processes, each as fast as
-it can be; here an optimizer step takes TRAIN_TICKS decode steps by definition, so that every run is the same.
+Both are generators; each `yield` lets one decode step pass. In the package, actor and trainer are two processes at full
+speed. Here an optimizer step always takes TRAIN_TICKS decode steps, so every run is the same.
 
-    version   of weights: how many optimizer steps made them
-    mu, pi    the policy that sampled a token, and the one that is trained on it
-    lag       of a token: the version of pi less the version of mu
-    shapes    N sequences, S tokens of one of them, T sampled ones, V vocabulary; W tokens that a cache is wide,
-              C keys and values of all layers (twice their number), K heads, E their width
+    version   number of optimizer steps behind the weights
+    mu, pi    behavior policy, which sampled a token; policy in training
+    lag       version of pi minus version of mu, for each token
+    shapes    N sequences, S tokens of a sequence, T sampled tokens, V vocabulary, W tokens in a cache,
+              C keys and values of all layers (2 per layer), K heads, E head size
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEARNING_RATE, ADAM_BETAS, MAX_GRAD_NORM = 2e-4, (0.9, 0.95), 1.0
 
 @dataclass
 class Rollout:
-    """One attempt at problem `group_id`; the last three lists have an entry per sampled token."""
+    """One attempt at problem `group_id`; the last three lists have one entry per sampled token."""
 
     rollout_id: int
     group_id: int
@@ -58,22 +58,22 @@ class Rollout:
 
 @dataclass
 class Pipeline:
-    """The settings, and what actor and trainer share: groups go one way, weights the other."""
+    """Settings, and the state that actor and trainer share: groups go to the trainer, weights to the actor."""
 
     seed: int = 0
     num_in_flight: int = 64  # H
     batch_size: int = 32  # B, rollouts per optimizer step
     group_size: int = 8  # rollouts per problem
-    max_tokens: int = 160  # of a response
-    queue: deque[list[Rollout]] = field(default_factory=deque)  # groups that are done, first done first
+    max_tokens: int = 160  # per response
+    queue: deque[list[Rollout]] = field(default_factory=deque)  # complete groups, in order of completion
     version: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
-    batches: list[list[Rollout]] = field(default_factory=list)  # what each optimizer step was trained on
-    ratios: Tensor = field(default_factory=lambda: torch.ones(0))  # pi/mu of every token of the last batch
+    batches: list[list[Rollout]] = field(default_factory=list)  # one batch per optimizer step
+    ratios: Tensor = field(default_factory=lambda: torch.ones(0))  # pi/mu of every token in the last batch
 
 
 def run(pipeline: Pipeline, num_steps: int) -> Iterator[list[Rollout]]:
-    """The batch of every optimizer step, right after the step."""
+    """Yield the batch of every optimizer step, right after the step."""
     logging.disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     acting, training = actor(pipeline, policy), trainer(pipeline, copy.deepcopy(policy))
@@ -87,14 +87,14 @@ def run(pipeline: Pipeline, num_steps: int) -> Iterator[list[Rollout]]:
 def actor(pipeline: Pipeline, policy: Any) -> Iterator[None]:
     environment, tokenizer = ChainSums(seed=pipeline.seed), AutoTokenizer.from_pretrained(MODEL)
     version, group_size = 0, pipeline.group_size
-    started: list[Rollout] = []  # all there ever were
+    started: list[Rollout] = []  # every rollout so far
     in_flight: list[Rollout] = []
-    caches: dict[int, Tensor] = {}  # rollout id -> keys and values of all its tokens but the last, [S, C, K, E]
+    caches: dict[int, Tensor] = {}  # by rollout id: keys and values of all tokens but the last, [S, C, K, E]
     while True:
-        if pipeline.version > version:  # the in-flight update: sequences and caches stay as they are
+        if pipeline.version > version:  # the in-flight update: sequences and caches stay unchanged
             policy.load_state_dict(pipeline.weights)
             version = pipeline.version
-        # A slot that has become free is filled at once, unless more than a batch waits for the trainer.
+        # Free slots are filled immediately, unless more than a batch waits for the trainer.
         num_excess = max(0, len(pipeline.queue) * group_size - pipeline.batch_size)
         for _ in range(pipeline.num_in_flight - len(in_flight) - num_excess):
             group_id = len(started) // group_size
@@ -118,14 +118,14 @@ def actor(pipeline: Pipeline, policy: Any) -> Iterator[None]:
 
 @torch.inference_mode()
 def sample_tokens(policy: Any, version: int, rollouts: list[Rollout], caches: dict[int, Tensor], seed: int) -> None:
-    """One decode step: the last token of every sequence goes in, its next one comes out."""
+    """Run one decode step: feed the last token of every sequence, and sample the next one."""
     for rollout in rollouts:
         if rollout.rollout_id not in caches:  # just admitted
             prefilled = policy(torch.tensor([rollout.prompt[:-1]]), use_cache=True).past_key_values
             caches[rollout.rollout_id] = columns(prefilled, start=0)[0]
     pasts = [caches[rollout.rollout_id] for rollout in rollouts]
     lengths_N1 = torch.tensor([[len(past)] for past in pasts])
-    # Padding goes to the left, so that the new token is in the last column of every sequence.
+    # Padding is on the left, so that the new token of every sequence is in the last column.
     past_CNKWE = pad_sequence(pasts, batch_first=True, padding_side="left").permute(2, 0, 3, 1, 4)
     width = past_CNKWE.shape[3]
     visible_NW = torch.arange(width + 1) >= width - lengths_N1
@@ -133,8 +133,8 @@ def sample_tokens(policy: Any, version: int, rollouts: list[Rollout], caches: di
     last_N1 = torch.tensor([(rollout.prompt + rollout.response)[-1:] for rollout in rollouts])
     output = policy(last_N1, attention_mask=visible_NW.long(), position_ids=lengths_N1, past_key_values=cache)
     logprobs_NV = output.logits[:, -1].log_softmax(dim=-1)
-    # A uniform number picks the token at which the probabilities, added up, pass it. It depends on seed, rollout and
-    # position only, so that a rollout has the same luck whatever else is in flight and whenever updates come.
+    # A uniform number selects the token where the cumulative probability exceeds it. The number depends on seed,
+    # rollout and position only, and so not on other sequences in flight or on the time of an update.
     keys_N = np.array([stream_key(seed, rollout.rollout_id) for rollout in rollouts])
     uniforms_N = torch.from_numpy(uniforms_at(keys_N, np.array([len(rollout.response) for rollout in rollouts])))
     sums_NV = logprobs_NV.double().exp().cumsum(dim=-1)
@@ -148,7 +148,7 @@ def sample_tokens(policy: Any, version: int, rollouts: list[Rollout], caches: di
 
 
 def columns(cache: Any, start: int) -> Tensor:
-    """What a model's cache holds from column `start` on, all layers in one tensor, [N, W, C, K, E]."""
+    """Return the cache of a model from column `start` on, all layers in one tensor, [N, W, C, K, E]."""
     parts = [part[:, :, start:] for layer in cache.layers for part in (layer.keys, layer.values)]
     return torch.stack(parts).permute(1, 3, 0, 2, 4)
 
@@ -159,7 +159,7 @@ def trainer(pipeline: Pipeline, policy: Any) -> Iterator[None]:
         while len(pipeline.queue) * pipeline.group_size < pipeline.batch_size:
             yield
         groups = [pipeline.queue.popleft() for _ in range(pipeline.batch_size // pipeline.group_size)]
-        for _ in range(TRAIN_TICKS):  # meanwhile the actor goes on, with weights that are about to be old
+        for _ in range(TRAIN_TICKS):  # the actor continues meanwhile, with weights about to be outdated
             yield
         batch = [rollout for group in groups for rollout in group]
         num_tokens, ratios = sum(len(rollout.response) for rollout in batch), []
@@ -168,12 +168,12 @@ def trainer(pipeline: Pipeline, policy: Any) -> Iterator[None]:
             advantages_N = (rewards_N - rewards_N.mean()) / (rewards_N.std(correction=0) + 1e-4)
             responses_NT = pad_sequence([torch.tensor(rollout.response) for rollout in group], batch_first=True)
             log_mus = [torch.tensor(rollout.logprobs) for rollout in group]
-            log_mu_NT = pad_sequence(log_mus, batch_first=True, padding_value=torch.inf)  # the ratio is 0 there
+            log_mu_NT = pad_sequence(log_mus, batch_first=True, padding_value=torch.inf)  # ratio 0 for padding
             token_ids_NS = torch.cat([torch.tensor([rollout.prompt for rollout in group]), responses_NT], dim=1)
-            # What comes out at a token is about the next one.
+            # The logits at a token are for the next token.
             logits_NTV = policy(token_ids_NS[:, :-1], use_cache=False).logits[:, len(group[0].prompt) - 1 :]
             log_pi_NT = logits_NTV.log_softmax(dim=-1).gather(2, responses_NT[..., None]).squeeze(2)
-            # Equation 5; the ratio is a weight, not something to differentiate.
+            # Equation 5; the ratio is a constant weight without gradient.
             ratio_NT = (log_pi_NT.detach() - log_mu_NT).exp()
             loss = -(ratio_NT.clamp(max=MAX_RATIO) * advantages_N[:, None] * log_pi_NT).sum() / num_tokens
             loss.backward()
@@ -190,11 +190,11 @@ def trainer(pipeline: Pipeline, policy: Any) -> Iterator[None]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
-    torch.set_num_threads(1)  # the model is so small that threads would mostly wait for each other
+    torch.set_num_threads(1)  # the model is too small to profit from threads
     pipeline = Pipeline()
     for index, batch in enumerate(run(pipeline, parser.parse_args().steps)):
         reward = np.mean([rollout.reward for rollout in batch])
         lags = [index - version for rollout in batch for version in rollout.versions]
-        # Effective sample size, equation 6: 1 if all tokens weigh the same, as they do on-policy.
+        # Effective sample size, equation 6: 1 if all tokens have equal weights, as on-policy.
         ess = pipeline.ratios.sum() ** 2 / (len(lags) * pipeline.ratios.square().sum())
         print(f"version {index + 1:3}  reward {reward:.2f}  lag {np.mean(lags):.2f}, max {max(lags):2}  ESS {ess:.4f}")

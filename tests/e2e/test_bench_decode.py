@@ -1,4 +1,4 @@
-"""`python -m benchmarks decode` as a user types it, small, without vLLM."""
+"""Command `python -m benchmarks decode`, with a small load and without vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_it_measures_every_engine_that_is_there() -> None:
+def test_decode_benchmark_measures_every_engine() -> None:
     command = [sys.executable, "-m", "benchmarks", "decode", "--json"]
     small = ["--sequences", "1,2", "--rounds", "1", "--new-tokens", "12", "--skip", "transformers_cb:2"]
     environment = {name: value for name, value in os.environ.items() if name != "MIDFLIGHT_VLLM_PYTHON"}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks streams` as a user types it, small."""
+"""Command `python -m benchmarks streams`, with a small load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_every_kind_has_a_row_of_figures() -> None:
+def test_every_stream_type_is_measured() -> None:
     done = bench("--records", "2000", "--record-bytes", "100", "--batch", "1,7", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

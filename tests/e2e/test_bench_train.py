@@ -1,4 +1,4 @@
-"""`python -m benchmarks train` as a user types it, small."""
+"""Command `python -m benchmarks train`, with a small load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "benchmarks", "train"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_measures_both_steps(dtype: str) -> None:
+def test_train_benchmark_measures_both_steps(dtype: str) -> None:
     small = ["--sequences", "4", "--group-size", "2", "--rounds", "2", "--json", "--dtype", dtype]
     done = subprocess.run([*COMMAND, *small], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -38,12 +38,12 @@ def test_it_measures_both_steps(dtype: str) -> None:
     assert {entry["first"] for entry in result["rounds"]} == {"packed", "padded"}
     assert result["gemm_rate"] > 0
     assert result["machine"]["cores"] >= 1
-    # Two prompts of 12 tokens are stored once instead of twice.
+    # Two prompts of 12 tokens are packed once instead of twice.
     assert result["work"]["packed_tokens"] == result["work"]["tokens"] - 2 * 12
 
 
 @pytest.mark.slow
-def test_another_dtype_is_refused() -> None:
+def test_an_unknown_dtype_is_refused() -> None:
     done = subprocess.run(
         [*COMMAND, "--dtype", "int4"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
@@ -52,9 +52,9 @@ def test_another_dtype_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_computes_something_else_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_different_results_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    # On-policy ratios are 1: the padded step, and it alone, now truncates all of them.
+    # On-policy ratios are 1, so only the padded step truncates all of them.
     monkeypatch.setattr(train_steps, "_MAX_RATIO", 0.5)
     options = TrainOptions(load_shape("demo", sequences=4, group_size=2), rounds=1)
     with pytest.raises(BenchmarkError, match="not the same"):

@@ -1,4 +1,4 @@
-"""`midflight calibrate` as a user types it, small: real runs, and a file that the simulator and the planner take."""
+"""Command `midflight calibrate`, with short real runs; the simulator and the planner accept its scenario."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_was_measured_can_be_simulated_and_held_against_real_runs(tmp_path: Path) -> None:
+def test_a_calibrated_scenario_can_be_simulated_and_validated(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, runs, plot = tmp_path / "measured.toml", tmp_path / "runs", tmp_path / "rates.png"
     recipe = tmp_path / "recipe.toml"
-    # On a machine with other work, two threads that wait for each other can take a hundred times as long as one.
+    # On a busy machine, two threads that wait for each other can be a hundred times slower than one.
     recipe.write_text(dump_toml(load_recipe(RECIPE, ["engine.threads=1", "trainer.threads=1"])))
     figures = _json("calibrate", recipe, "--out", out, "--out-runs", runs, "--plot", plot, "--seconds", 8)
     assert plot.read_bytes().startswith(b"\x89PNG")

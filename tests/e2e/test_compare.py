@@ -1,4 +1,4 @@
-"""`midflight compare` as a user types it, small: real runs, evaluated checkpoints, the files it leaves."""
+"""Command `midflight compare`, with short real runs: evaluated checkpoints and output files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEDULES = ["pipeline", "april:over_sampling=1.5"]
 
 
 @pytest.mark.slow
-def test_two_schedules_under_the_same_conditions(tmp_path: Path) -> None:
+def test_compare_two_schedules(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     options = ["--schedules", ",".join(SCHEDULES), "--steps", "12", "--accuracy-every", "6", "--out", str(out)]
@@ -29,7 +29,7 @@ def test_two_schedules_under_the_same_conditions(tmp_path: Path) -> None:
     assert (result["seeds"], result["overrides"]) == ([0], overrides)
     assert [row["schedule"] for row in result["rows"]] == [run["schedule"] for run in result["runs"]] == SCHEDULES
     for row, run in zip(result["rows"], result["runs"], strict=True):
-        assert run.items() >= row.items(), "with one seed the row is the run"
+        assert run.items() >= row.items(), "with one seed, the row equals the run"
         assert run["samples"] == 16 * run["steps"] == 16 * 12
         assert 0 <= run["final_accuracy"] <= 1
         groups = row["groups"]

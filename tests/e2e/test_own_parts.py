@@ -1,4 +1,4 @@
-"""A run whose every part that can be the user's own is, from the command line."""
+"""Run from the command line in which every replaceable part is user-defined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = TESTS.parent / "recipes" / "cpu_demo.toml"
 
 
 @pytest.mark.slow
-def test_a_run_of_ones_own_parts(tmp_path: Path) -> None:
+def test_a_run_of_user_defined_parts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = (
         "schedule.type=own_parts:InTurns",
@@ -68,7 +68,7 @@ def test_a_run_of_ones_own_parts(tmp_path: Path) -> None:
         ("trainer.backend=single", "trainer.backend is now trainer.type"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_and_exit_code_2(
+def test_an_unusable_part_is_a_one_line_error(
     tmp_path: Path,
     override: str,
     message: str,

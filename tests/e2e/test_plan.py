@@ -1,4 +1,4 @@
-"""`midflight plan` as a user types it."""
+"""Command `midflight plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "midflight", *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_a_table_for_people() -> None:
+def test_plan_prints_a_table() -> None:
     done = run("plan", str(PAPER), "--lag", "paper", "--max-lag", "132")
     assert done.returncode == 0, done.stderr
     rows = {line[:14].strip(): line[14:].split() for line in done.stdout.splitlines() if line[:14].strip()}
@@ -27,7 +27,7 @@ def test_a_table_for_people() -> None:
     assert "note: the trainer is busy 99% of the time" in done.stdout
 
 
-def test_json_for_machines_and_a_plot(tmp_path: Path) -> None:
+def test_plan_writes_json_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plan.png"
     done = run("plan", str(PAPER), "cluster.num_gpus=64", "cluster.num_engines=20", "--json", "--plot", str(plot))
@@ -42,7 +42,7 @@ def test_json_for_machines_and_a_plot(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_not_known_is_null(tmp_path: Path) -> None:
+def test_unknown_values_are_null(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(
         '[cluster]\nnum_gpus = 4\n[batch]\nbatch_size = 8\n[decode]\ntype = "table"\nsizes = [1, 16]\n'

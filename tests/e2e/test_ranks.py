@@ -1,4 +1,4 @@
-"""`midflight train` with a trainer of two processes."""
+"""Command `midflight train` with a trainer of two processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], newer_than: int) -> int:
-    """The version of the newest one."""
+    """Wait for a checkpoint newer than `newer_than` and return its version."""
     while True:
         newest = newest_checkpoint(run / "checkpoints")
         if newest is not None and (version := int(newest.name.removeprefix("step_"))) > newer_than:
@@ -48,7 +48,7 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], newer_than: i
 
 
 def pids_of_log(log: Path) -> list[int]:
-    """The processes that write it."""
+    """Return the processes that have the log open."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +59,7 @@ def pids_of_log(log: Path) -> list[int]:
     return found
 
 
-def test_a_run_of_two_ranks_leaves_a_model_and_everybodys_peak_memory(tmp_path: Path) -> None:
+def test_two_ranks_save_a_model_and_report_peak_memory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = command(RECIPE, f"run.directory={run}", "trainer.max_steps=4", *SETTINGS, "--json")
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
@@ -77,7 +77,7 @@ def test_a_run_of_two_ranks_leaves_a_model_and_everybodys_peak_memory(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_after_a_rank_was_killed_all_of_them_go_on_and_later_one_process(tmp_path: Path) -> None:
+def test_a_killed_rank_restarts_and_one_process_resumes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     endless = ("trainer.max_steps=100000", "trainer.checkpoint_every=2", f"run.directory={run}")
     arguments = command(RECIPE, *endless, *SETTINGS)

@@ -1,4 +1,4 @@
-"""A run whose groups and batches travel through a real Redis."""
+"""Run with streams in a real Redis."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def train(*arguments: str | Path, url: str = "") -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_redis_was_restarted(tmp_path: Path) -> None:
-    """With a password, which nothing in the run directory holds."""
+def test_a_run_resumes_after_a_restart_of_redis(tmp_path: Path) -> None:
+    """The server needs a password, which no file in the run directory contains."""
     run, data = tmp_path / "run", tmp_path / "redis"
     data.mkdir()
     with RedisServer(data, password="open-sesame") as server:
@@ -48,7 +48,7 @@ def test_a_run_goes_on_after_redis_was_restarted(tmp_path: Path) -> None:
     assert sorted(path.name for path in (run / "streams").iterdir() if path.suffix == ".sqlite") == ["partials.sqlite"]
 
 
-def test_a_redis_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_a_one_line_error(tmp_path: Path) -> None:
     done = train(RECIPE, f"run.directory={tmp_path / 'run'}", "streams.type=redis", "streams.url=redis://127.0.0.1:1")
     assert done.returncode == 2
     assert re.match(r"midflight: streams: midflight:check:\d+ in Redis at 127.0.0.1:1 cannot be reached: ", done.stderr)

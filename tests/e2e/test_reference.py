@@ -1,4 +1,4 @@
-"""A run whose reference model is served by another process, as a user types it."""
+"""Run from the command line with a reference model served by another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Serve = Callable[..., tuple[subprocess.Popen[str], str]]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts `midflight serve`: the process and its URL."""
+    """Return a function that starts `midflight serve`; it returns the process and its URL."""
     with ExitStack() as stack:
 
         def start(*overrides: str) -> tuple[subprocess.Popen[str], str]:
@@ -46,8 +46,8 @@ def train(run: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_served_reference_is_the_policy_before_the_first_step(serve: Serve, tmp_path: Path) -> None:
-    """And no longer after two of them."""
+def test_a_served_reference_matches_the_initial_policy(serve: Serve, tmp_path: Path) -> None:
+    """The KL divergence is 0 at the first step and above 0 after two steps."""
     _, url = serve()
     run = tmp_path / "run"
     process = train(run, *WITH_KL, f"reference.url={url}", "trainer.max_steps=3")
@@ -61,7 +61,7 @@ def test_a_served_reference_is_the_policy_before_the_first_step(serve: Serve, tm
     assert int(finished) >= 3 * 16
 
 
-def test_a_reference_that_dies_ends_the_run_with_one_clear_line(serve: Serve, tmp_path: Path) -> None:
+def test_a_lost_reference_ends_the_run_with_one_line(serve: Serve, tmp_path: Path) -> None:
     process, url = serve()
     run = tmp_path / "run"
     training = train(run, *WITH_KL, f"reference.url={url}", "trainer.max_steps=100000")
@@ -85,7 +85,7 @@ def refused(tmp_path: Path, *overrides: str) -> str:
     return line
 
 
-def test_a_server_that_does_not_fit_is_known_before_the_run(serve: Serve, tmp_path: Path) -> None:
+def test_an_unsuitable_server_is_refused_before_the_run(serve: Serve, tmp_path: Path) -> None:
     _, short = serve("sampling.max_tokens=10")
     line = refused(tmp_path, f"reference.url={short}")
     assert line.startswith(f"midflight: reference.url: {short} takes sequences of up to ")
@@ -101,6 +101,6 @@ def test_a_server_that_does_not_fit_is_known_before_the_run(serve: Serve, tmp_pa
     assert " has 44: " in line
 
 
-def test_nobody_at_the_url_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_unreachable_reference_is_a_one_line_error(tmp_path: Path) -> None:
     line = refused(tmp_path, "reference.url=http://127.0.0.1:9")
     assert line.startswith("midflight: reference.url: http://127.0.0.1:9 cannot be reached: ")

@@ -1,4 +1,4 @@
-"""`midflight serve` as a user types it: one process that serves, another that asks, updates and interrupts."""
+"""Command `midflight serve`: a server process, and a client that requests, updates and interrupts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]) -> None:
+def test_serve_update_and_interrupt(served: tuple[subprocess.Popen[str], str]) -> None:
     process, url = served
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
         assert [model.id for model in client.models.list()] == ["chain_sums"]
@@ -70,7 +70,7 @@ def test_serving_updating_and_stopping(served: tuple[subprocess.Popen[str], str]
         completions = [completion for each in (generator, engine) for completion in drain(each)]
     ours, expected = (completion.generated for completion in completions)
     assert ours.token_ids.tolist() == expected.token_ids.tolist()
-    # The server computes with more threads than the test, and so in another order of summation.
+    # The server uses more threads than the test, which changes the order of summation.
     np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5)
     assert set(ours.weight_versions.tolist()) == {7}
 
@@ -102,7 +102,7 @@ def drain(generator: Generator) -> Iterator[Completion]:
         (["engine.device=cuda"], "engine.device = 'cuda': this machine has no CUDA device"),
     ],
 )
-def test_wrong_input_is_one_clear_line(overrides: list[str], message: str) -> None:
+def test_invalid_input_is_a_one_line_error(overrides: list[str], message: str) -> None:
     if "engine.device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     _, stderr = (process := start(*overrides)).communicate(timeout=60)
@@ -111,7 +111,7 @@ def test_wrong_input_is_one_clear_line(overrides: list[str], message: str) -> No
     assert len(stderr.splitlines()) == 1
 
 
-def test_a_taken_port_is_one_clear_line() -> None:
+def test_a_port_in_use_is_a_one_line_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         _, stderr = (process := start(f"serve.port={port}")).communicate(timeout=60)
@@ -121,7 +121,7 @@ def test_a_taken_port_is_one_clear_line() -> None:
     ]
 
 
-def test_a_token_from_the_environment_opens_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admin_token_allows_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDFLIGHT_ADMIN_TOKEN", "sesame")
     process = start("serve.host=0.0.0.0", "serve.port=0")
     try:

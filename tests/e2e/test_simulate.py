@@ -1,4 +1,4 @@
-"""`midflight simulate` as a user types it."""
+"""Command `midflight simulate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midflight.cli import main
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "scenarios" / "paper.toml"
 SMALL = ["lengths.max=64", "batch.batch_size=32", "simulation.num_steps=60", "simulation.num_warm_up_steps=20"]
-# An optimizer step takes many decode steps, as the formulas have it.
+# An optimizer step takes many decode steps, as the formulas assume.
 FLUID = [*SMALL, "batch.batch_size=1024", "cluster.num_engines=36"]
 
 
@@ -23,7 +23,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_what_was_simulated_stands_beside_the_formulas() -> None:
+def test_the_table_compares_simulation_and_formulas() -> None:
     said = simulate(*FLUID)
     assert said.returncode == 0, said.stderr
     rows = {line[:43].strip(): line[43:].split() for line in said.stdout.splitlines()}
@@ -43,13 +43,13 @@ def test_json_and_plot(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_by_hand_can_be_followed_rollout_by_rollout(tmp_path: Path) -> None:
-    """Four slots, batches of four, five ticks of training: what ended first is trained first."""
+def test_rollouts_follow_a_trace_computed_by_hand(tmp_path: Path) -> None:
+    """Four slots, batches of four, training of five ticks: rollouts are trained in the order of completion."""
     scenario = tmp_path / "trace.toml"
     scenario.write_text(
         "[cluster]\nnum_gpus = 2\nnum_engines = 1\n[batch]\nbatch_size = 4\n"
         '[lengths]\ntype = "list"\nlengths = [2, 7, 3, 5, 4, 6, 1, 8]\norder = "cycled"\n'
-        '[schedule]\nnum_in_flight = 4\nmax_waiting = 1000\n[decode]\ntype = "affine"\nbase = 1\n'
+        '[schedule]\nnum_in_flight = 4\nqueue_capacity = 1000\n[decode]\ntype = "affine"\nbase = 1\n'
         "[training]\ntime_per_token = 0\ntime_per_step = 5\n[simulation]\nnum_steps = 3\nnum_warm_up_steps = 0\n"
     )
     command = [sys.executable, "-m", "midflight", "simulate", str(scenario), "--json", "--rollouts"]
@@ -70,7 +70,7 @@ def test_a_trace_by_hand_can_be_followed_rollout_by_rollout(tmp_path: Path) -> N
     ],
     ids=lambda schedule: schedule[0],
 )
-def test_every_schedule(
+def test_every_schedule_can_be_simulated(
     schedule: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["midflight", "simulate", str(PAPER), *SMALL, *schedule, "--json"])
@@ -79,7 +79,7 @@ def test_every_schedule(
         main()
     assert exited.value.code == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
-    # 60 steps less 20, or with G = 7 whole RL steps: 63 less 21.
+    # 60 - 20 steps; with G = 7 whole RL steps only: 63 - 21.
     assert figures["steps"] == (42 if "conventional" in schedule[0] else 40)
 
 
@@ -106,7 +106,7 @@ def test_every_schedule(
         (["--plot", "/nowhere/lag.png"], "cannot write /nowhere/lag.png: there is no directory /nowhere"),
     ],
 )
-def test_a_wrong_scenario_is_one_clear_line(arguments: list[str], message: str) -> None:
+def test_an_invalid_scenario_is_a_one_line_error(arguments: list[str], message: str) -> None:
     said = simulate(*arguments)
     assert said.returncode == 2
     assert said.stdout == ""
@@ -114,7 +114,7 @@ def test_a_wrong_scenario_is_one_clear_line(arguments: list[str], message: str) 
     assert said.stderr.count("\n") == 1
 
 
-def test_engines_are_needed_to_generate_and_train_at_once(tmp_path: Path) -> None:
+def test_a_pipeline_needs_num_engines(tmp_path: Path) -> None:
     scenario = tmp_path / "no_split.toml"
     scenario.write_text("[cluster]\nnum_gpus = 8\n")
     command = [sys.executable, "-m", "midflight", "simulate", str(scenario)]
@@ -123,7 +123,7 @@ def test_engines_are_needed_to_generate_and_train_at_once(tmp_path: Path) -> Non
     assert said.stderr.startswith("midflight: cluster.num_engines is missing: schedule.type = 'pipeline'")
 
 
-def test_it_starts_without_torch() -> None:
+def test_simulating_imports_no_torch() -> None:
     program = (
         "import sys\nfrom midflight.cli import app\n"
         f"sys.argv = ['midflight', 'simulate', {str(PAPER)!r}, *{SMALL!r}]\n"

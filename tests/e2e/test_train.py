@@ -1,4 +1,4 @@
-"""The command line as a user types it: real processes, the shipped recipe, the run directory they leave."""
+"""Command `midflight train`: real processes, the shipped recipe, and the resulting run directory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def midflight(*arguments: str | Path, expect: int = 0) -> subprocess.CompletedPr
 
 
 def wait_for_steps(run: Path, process: subprocess.Popen[str], num_steps: int) -> None:
-    """Until the metrics file has that many lines, which the trainer writes as it goes."""
+    """Wait until the metrics file has `num_steps` lines."""
     metrics = run / "metrics.jsonl"
     while process.poll() is None:
         if metrics.exists() and len(metrics.read_bytes().splitlines()) >= num_steps:
@@ -58,7 +58,7 @@ def check_accounts(summary: dict[str, Any]) -> None:
     assert groups["dropped"] == groups["failed"] == 0
 
 
-def test_a_run_leaves_everything_a_user_needs(tmp_path: Path) -> None:
+def test_a_run_directory_is_complete(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=12", *SMALL, "--json")
     summary = json.loads(done.stdout)
@@ -84,21 +84,21 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path: Path) -> None:
     assert all(line["length/mean"] * 16 == sum(line["length/by_rollout"]) for line in lines)
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     assert {"decode", "update", "train", "wait"} <= {event["name"] for event in events}
-    rows = [event["args"]["rows"] for event in events if event["name"] == "decode"]
+    slots = [event["args"]["num_seqs"] for event in events if event["name"] == "decode"]
     num_in_flight = instance(load_recipe(run / "config.toml").schedule, PipelineConfig).num_in_flight
-    assert max(rows) == num_in_flight
-    assert sum(rows) >= summary["trained_tokens"]
+    assert max(slots) == num_in_flight
+    assert sum(slots) >= summary["trained_tokens"]
     checkpoint = run / "checkpoints" / "step_12"
     assert AutoTokenizer.from_pretrained(checkpoint).encode("a1:")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     base = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "models" / "chain_sums")
     assert any((a != b).any() for a, b in zip(model.parameters(), base.parameters(), strict=True))
-    # A run directory is enough to repeat the run, and to evaluate what came of it.
+    # The run directory is sufficient to evaluate its checkpoint again.
     evaluation = midflight("eval", run / "config.toml", "--checkpoint", checkpoint)
     assert json.loads(evaluation.stdout) == summary["eval_after"]
 
 
-def test_conventional_from_the_command_line(tmp_path: Path) -> None:
+def test_conventional_schedule(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = ("schedule.type=conventional", "schedule.steps_per_rl_step=4", "trainer.max_steps=8")
     common = (f"run.directory={run}", "batch.batch_size=16", "eval.num_problems=0", "--json")
@@ -111,7 +111,7 @@ def test_conventional_from_the_command_line(tmp_path: Path) -> None:
     check_accounts(summary)
 
 
-def test_preprocessing_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_preprocessing_in_its_own_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = ("preprocess.process=own", "loss.type=reinforce", "loss.kl_coefficient=0.01", "eval.num_problems=0")
     done = midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=6", *SMALL[:-1], *overrides, "--json")
@@ -119,7 +119,9 @@ def test_preprocessing_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert summary["steps"] == 6
     check_accounts(summary)
     lines = read_metrics(run / "metrics.jsonl")
-    assert lines[0]["kl/reference"] == pytest.approx(0, abs=1e-4)  # nothing is learned yet, and it is the same model
+    assert lines[0]["kl/reference"] == pytest.approx(
+        0, abs=1e-4
+    )  # policy and reference are the same model before the first update
     assert lines[-1]["kl/reference"] > 0
     assert all(line["time/preprocess_s"] > 0 for line in lines)
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
@@ -128,7 +130,7 @@ def test_preprocessing_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert made_in == {"preprocess"}
 
 
-def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_resume_continues(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start("train", RECIPE, f"run.directory={run}", "trainer.max_steps=100000", *SMALL)
     wait_for_steps(run, process, 3)
@@ -153,7 +155,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(tmp_path: Path) -> No
     assert versions == list(range(1, stopped_at + 7))
 
 
-def test_a_run_that_blows_up_ends_and_says_so(tmp_path: Path) -> None:
+def test_a_diverged_run_ends_with_a_reason(tmp_path: Path) -> None:
     run = tmp_path / "run"
     blow_up = ("trainer.learning_rate=1e12", "trainer.max_grad_norm=1e12", "trainer.max_nonfinite_steps=2")
     done = midflight("train", RECIPE, f"run.directory={run}", *SMALL, *blow_up, expect=1)
@@ -168,13 +170,13 @@ def test_a_run_that_blows_up_ends_and_says_so(tmp_path: Path) -> None:
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "--mount", "--net", "--map-root-user", "true"]).returncode != 0,
-    reason="this needs user namespaces",
+    reason="needs user namespaces",
 )
 
 
 @needs_namespaces
 def test_the_demo_needs_no_network(tmp_path: Path) -> None:
-    """In a network namespace without so much as a loopback device."""
+    """Train in a network namespace without any device, not even loopback."""
     arguments = command("train", RECIPE, f"run.directory={tmp_path / 'run'}", "trainer.max_steps=2", *SMALL, "--json")
     done = subprocess.run(
         ["unshare", "--net", "--map-root-user", *arguments], capture_output=True, text=True, timeout=240
@@ -196,8 +198,8 @@ $2 train $1/run --resume --json
 
 
 @needs_namespaces
-def test_a_full_disk_at_a_checkpoint_keeps_the_older_one_and_loses_nothing(tmp_path: Path) -> None:
-    """On a real 12 MB disk: one checkpoint of 7.2 MB fits beside streams and logs, a second one does not."""
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    """A real 12 MB disk has room for one checkpoint of 7.2 MB beside streams and logs, not for two."""
     arguments = [str(tmp_path / "disk"), " ".join(command()), str(RECIPE), " ".join(SMALL)]
     done = subprocess.run(
         ["unshare", "--mount", "--map-root-user", "bash", "-c", FULL_DISK, "bash", *arguments],
@@ -228,7 +230,7 @@ ls -A /dev/shm "$1/run"
 
 
 def train_in_small_memory(tmp_path: Path, disk_mb: int) -> subprocess.CompletedProcess[str]:
-    """With 2 MB of shared memory, as a container has little of it; three times the weights are 7.2 MB."""
+    """Train with 2 MB of shared memory, as in a container; three copies of the weights need 7.2 MB."""
     settings = " ".join((*SMALL, "eval.num_problems=0"))
     arguments = [str(tmp_path / "disk"), str(disk_mb), " ".join(command()), str(RECIPE), settings]
     shell = ["unshare", "--mount", "--map-root-user", "bash", "-c", SMALL_MEMORY, "bash", *arguments]
@@ -236,7 +238,7 @@ def train_in_small_memory(tmp_path: Path, disk_mb: int) -> subprocess.CompletedP
 
 
 @needs_namespaces
-def test_weights_go_through_a_file_where_shared_memory_is_too_small(tmp_path: Path) -> None:
+def test_small_shared_memory_falls_back_to_a_file(tmp_path: Path) -> None:
     done = train_in_small_memory(tmp_path, disk_mb=64)
     summary, end = json.JSONDecoder().raw_decode(done.stdout)
     assert (summary["steps"], summary["restarts"]) == (2, {}), done.stderr
@@ -246,7 +248,7 @@ def test_weights_go_through_a_file_where_shared_memory_is_too_small(tmp_path: Pa
 
 
 @needs_namespaces
-def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None:
+def test_a_run_that_fails_at_start_gives_a_reason(tmp_path: Path) -> None:
     done = train_in_small_memory(tmp_path, disk_mb=3)
     assert done.stdout.startswith("code 1\n")
     assert re.search(r"^midflight: .*cannot set aside 7.2 MB: No space left on device$", done.stderr.splitlines()[-1])
@@ -286,14 +288,14 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
     ],
     ids=lambda value: str(value[-1]) if isinstance(value, tuple) else "",
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_invalid_input_is_a_one_line_error(
     tmp_path: Path,
     arguments: tuple[str | Path, ...],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """In this process, which has imported everything already."""
+    """Call the command line in this process, which has already imported all modules."""
     runs = [] if "--resume" in arguments else [f"run.directory={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", ["midflight", "train", *map(str, [*arguments, *runs])])
     with pytest.raises(SystemExit) as ended:
@@ -302,10 +304,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     stderr = capfd.readouterr().err
     assert message in stderr
     assert len(stderr.splitlines()) == 1
-    assert not (tmp_path / "run").exists(), "a wrong recipe must not start anything"
+    assert not (tmp_path / "run").exists(), "an invalid recipe must not start a run"
 
 
-def test_a_directory_that_already_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_run_directory_is_left_unchanged(tmp_path: Path) -> None:
     run = tmp_path / "run"
     midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=1", *SMALL[:-1], "eval.num_problems=0")
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))

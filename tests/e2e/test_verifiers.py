@@ -1,4 +1,4 @@
-"""A user's own verifier that misbehaves, from the command line: it costs its groups, or ends the run with a reason."""
+"""User-defined verifiers that misbehave: their groups fail, or the run ends with a reason."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SETTINGS = (
     "trainer.threads=1",
 )
 
-# The problem's number decides what becomes of its responses, so that whole groups are bad and most are good.
+# The problem number decides on the failure, so that whole groups fail and most groups succeed.
 VERIFIERS = """
 import time
 from midflight.envs.chain_sums import ChainSums
 from midflight.types import Grade
 
-class Sometimes(ChainSums):
+class FailsSometimes(ChainSums):
     def grade(self, problem, response):
         match int(problem.problem_id.rpartition("/")[2]):
             case 3:
@@ -63,9 +63,9 @@ def train(tmp_path: Path, verifier: str, *arguments: str, expect: int) -> tuple[
     return done, run
 
 
-def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why(tmp_path: Path) -> None:
+def test_verifier_failures_drop_their_groups_and_are_logged(tmp_path: Path) -> None:
     few_steps = ("trainer.max_steps=6", "task.grading_timeout_s=0.5", "eval.num_problems=24")
-    done, run = train(tmp_path, "Sometimes", *few_steps, expect=0)
+    done, run = train(tmp_path, "FailsSometimes", *few_steps, expect=0)
     summary = json.loads(done.stdout)
     assert summary["steps"] == 6
     assert summary["samples"] == 6 * 16
@@ -81,13 +81,13 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
         9: "TypeError: grade() returned a str, not a Grade",
     }
     assert summary["failures"] == dict.fromkeys(reasons.values(), 1)
-    assert 1 <= log.count("Traceback") <= 4, "one for each grading process, of the error that is the verifier's own"
+    assert 1 <= log.count("Traceback") <= 4, "one traceback per grading process, for the error inside the verifier"
     (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert warning.startswith("warning: 4 of 28 groups failed and were not trained on, most often (1 of 4) by ")
     for group, reason in reasons.items():
         assert log.count(f"of group {group} failed: {reason}") == 4
     assert log.count(" failed: ") == 16
-    # Four of the held-out problems have such numbers, too, and are asked twice each.
+    # Four held-out problems have these numbers too, with two responses each.
     for when in ("eval_before", "eval_after"):
         assert summary[when]["num_problems"] == 24
         assert 0 < summary[when]["sampled_accuracy"] < 1
@@ -97,7 +97,7 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
         assert warning.startswith("8 answers to held-out problems could not be graded; the last: ")
 
 
-def test_a_verifier_that_never_works_ends_the_run_with_one_line(tmp_path: Path) -> None:
+def test_a_verifier_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
     settings = ("trainer.max_steps=6", "task.grading_timeout_s=0.5", "eval.num_problems=0")
     done, run = train(tmp_path, "AlwaysHangs", *settings, expect=1)
     reason = "the verifier took longer than task.grading_timeout_s = 0.5, 8 times in a row"

@@ -1,4 +1,4 @@
-"""The architecture page lists the packages there are."""
+"""Architecture page and import contracts compared with the existing packages."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_import_order_covers_every_package() -> None:
     assert {*PACKAGES, "types", "protocols", "errors"} == named
 
 
-def test_root_holds_the_nouns_the_verbs_and_the_errors_only() -> None:
+def test_package_root_holds_types_protocols_and_errors_only() -> None:
     modules = {path.stem for path in (ROOT / "src" / "midflight").glob("*.py")}
     assert modules == {"__init__", "__main__", "types", "protocols", "errors"}

@@ -1,4 +1,4 @@
-"""The starting policy that is shipped: small, complete, and loadable without a network."""
+"""Shipped starting policy: small, complete, and loadable without a network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(CHECKPOINT, local_files_only=True)
 
 
-def test_it_is_at_most_three_megabytes() -> None:
+def test_the_checkpoint_is_at_most_three_megabytes() -> None:
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 3_000_000
 
 
@@ -37,14 +37,14 @@ def test_every_character_of_the_task_is_one_known_token(tokenizer: PreTrainedTok
 
 
 @given(text=st.text(TASK_CHARACTERS, max_size=200))
-def test_tokenization_adds_nothing_and_comes_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_tokenization_round_trip(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     token_ids = tokenizer.encode(text)
     assert len(token_ids) == len(text)
     assert tokenizer.decode(token_ids) == text
     assert tokenizer.decode([*token_ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_an_unknown_character_can_be_noticed(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_unknown_characters_are_detectable(tokenizer: PreTrainedTokenizerBase) -> None:
     for text in ("a1é", "a 1", "A1"):
         assert tokenizer.decode(tokenizer.encode(text)) != text
 
@@ -59,16 +59,16 @@ def test_model_and_tokenizer_agree(model: PreTrainedModel, tokenizer: PreTrained
     assert model.config.max_position_embeddings >= longest
 
 
-def test_it_is_a_small_fp32_model(model: PreTrainedModel) -> None:
+def test_the_model_is_small_and_float32(model: PreTrainedModel) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert 300_000 <= model.num_parameters() <= 650_000
 
 
 @torch.inference_mode()
-def test_it_can_add_step_by_step_but_would_rather_guess(
+def test_the_model_can_add_in_steps_but_often_guesses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Reinforcement learning needs both: the skill in the base, and something to improve."""
+    """Reinforcement learning needs both: a skill in the base model, and room for improvement."""
     hits = steps = 0
     start_with_steps = []
     for problem in ChainSums().held_out_problems(48):

@@ -1,4 +1,4 @@
-"""Recipes: a wrong one is one clear line that says which key and what would work."""
+"""Recipes: an invalid one gives a one-line error with the key and a working value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
     check_recipe(load_recipe(path))
 
 
-def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
+def test_common_loss_options_need_no_type(recipe_file: Path) -> None:
     loss = load_recipe(recipe_file, ["loss.kl_coefficient=0.5"]).loss
     assert (loss.type, loss.kl_coefficient) == ("reinforce", 0.5)
     with pytest.raises(RecipeError, match=r"clip_low"):
@@ -75,7 +75,7 @@ def test_an_option_of_every_loss_needs_no_type(recipe_file: Path) -> None:
         ("model.path.deep=3", "override model.path.deep: path is a value, not a section"),
     ],
 )
-def test_a_wrong_override_is_one_clear_line(recipe_file: Path, override: str, message: str) -> None:
+def test_an_invalid_override_is_a_one_line_error(recipe_file: Path, override: str, message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, [override])
     assert message in str(raised.value)
@@ -93,9 +93,7 @@ def test_a_wrong_override_is_one_clear_line(recipe_file: Path, override: str, me
         (("one_step_off", "max_lag=2"), "schedule.max_lag is a key of pipeline and bounded, but schedule.type = 'one"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_one_clear_line(
-    recipe_file: Path, overrides: tuple[str, str], message: str
-) -> None:
+def test_an_invalid_schedule_is_a_one_line_error(recipe_file: Path, overrides: tuple[str, str], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, [f"schedule.type={overrides[0]}", f"schedule.{overrides[1]}"])
     assert message in str(raised.value)
@@ -178,7 +176,7 @@ def test_a_schedule_that_cannot_be_is_one_clear_line(
         (["advantage.type=critic"], "advantage.type: there is no 'critic'; known are group_mean, group_mean_std, "),
     ],
 )
-def test_an_objective_that_cannot_be_is_one_clear_line(recipe_file: Path, overrides: list[str], message: str) -> None:
+def test_an_invalid_objective_is_a_one_line_error(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, overrides)
     assert message in str(raised.value)
@@ -198,7 +196,7 @@ def test_an_objective_that_cannot_be_is_one_clear_line(recipe_file: Path, overri
         ["loss.token_mask=[0.125, 8]", "loss.sequence_mask=[0.999, 1.001]"],
     ],
 )
-def test_what_the_errors_advise_works(recipe_file: Path, overrides: list[str]) -> None:
+def test_advice_of_error_messages_works(recipe_file: Path, overrides: list[str]) -> None:
     load_recipe(recipe_file, overrides)
 
 
@@ -212,7 +210,7 @@ def test_what_the_errors_advise_works(recipe_file: Path, overrides: list[str]) -
         ('[model]\npath = "m"\n[novelty]\nx = 1\n', "unknown key novelty; known are "),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(RecipeError) as raised:
@@ -221,12 +219,12 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, message: str)
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="No such file"):
         load_recipe(tmp_path / "none.toml")
 
 
-def test_a_dumped_recipe_is_the_same_recipe(recipe_file: Path) -> None:
+def test_a_dumped_recipe_loads_as_the_same_recipe(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["trainer.max_seconds=3.5", "task.options={seed = 3, names = ['a']}"])
     copy = recipe_file.with_name("copy.toml")
     copy.write_text(dump_toml(recipe))
@@ -236,7 +234,7 @@ def test_a_dumped_recipe_is_the_same_recipe(recipe_file: Path) -> None:
     assert load_recipe(copy) == load_recipe(recipe_file, own)
 
 
-def test_paths_are_relative_to_the_recipe_and_on_the_command_line_to_the_working_directory(
+def test_paths_are_relative_to_the_recipe_or_working_directory(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -246,7 +244,7 @@ def test_paths_are_relative_to_the_recipe_and_on_the_command_line_to_the_working
     assert load_recipe(recipe_file, ["model.path=mine"]).model.path == elsewhere / "mine"
 
 
-def test_changing_the_type_of_a_section_starts_it_afresh(recipe_file: Path) -> None:
+def test_a_new_section_type_resets_the_section(recipe_file: Path) -> None:
     kept = load_recipe(recipe_file, ["schedule.type=pipeline"]).schedule
     assert isinstance(kept, PipelineConfig)
     assert kept.num_in_flight == 48
@@ -270,7 +268,7 @@ def typed_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_change_of_type_keeps_the_keys_that_both_types_have(typed_file: Path) -> None:
+def test_a_new_type_keeps_common_keys(typed_file: Path) -> None:
     types = {"trainer": "fsdp", "engine": "embedded", "advantage": "group_mean", "weights": "shared_memory"}
     recipe = load_recipe(typed_file, [f"{section}.type={name}" for section, name in types.items()])
     assert recipe.trainer == FsdpTrainerConfig(learning_rate=0.5, num_ranks=2)
@@ -280,7 +278,7 @@ def test_a_change_of_type_keeps_the_keys_that_both_types_have(typed_file: Path) 
     assert load_recipe(typed_file, ["trainer.type=single"]).trainer == SingleTrainerConfig(learning_rate=0.5)
 
 
-def test_a_change_of_type_forgets_the_options_of_the_old_one(typed_file: Path) -> None:
+def test_a_new_type_drops_old_options(typed_file: Path) -> None:
     assert load_recipe(typed_file, ["task.type=a:B"]).task.options == {"depth": 2}
     changed = load_recipe(typed_file, ["task.type=a:C", "task.options.type=deep"]).task
     assert (changed.options, changed.num_graders) == ({"type": "deep"}, 4)
@@ -288,7 +286,7 @@ def test_a_change_of_type_forgets_the_options_of_the_old_one(typed_file: Path) -
     assert engine == OwnEngineConfig(type="a:C", options={"x": 1}, threads=3)
 
 
-def test_overrides_belong_to_the_type_that_is_chosen_wherever_they_stand(typed_file: Path) -> None:
+def test_overrides_apply_to_the_final_type(typed_file: Path) -> None:
     recipe = load_recipe(typed_file, ["trainer.zero_stage=2", "trainer.type=fsdp", "trainer.type=deepspeed"])
     assert recipe.trainer.type == "deepspeed"
     with pytest.raises(RecipeError, match=r"trainer\.zero_stage is a key of deepspeed, but trainer.type = 'fsdp'"):
@@ -303,18 +301,18 @@ def test_overrides_belong_to_the_type_that_is_chosen_wherever_they_stand(typed_f
         (["loss.type=custom", "loss.function=mine:loss"], "loss.function is now loss.type"),
     ],
 )
-def test_a_key_that_moved_is_named_with_its_new_place(recipe_file: Path, overrides: list[str], message: str) -> None:
+def test_a_renamed_key_is_an_error_with_the_new_name(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=f"^{message}$"):
         load_recipe(recipe_file, overrides)
 
 
-def test_a_run_of_version_0_1_is_refused_with_the_new_place(tmp_path: Path) -> None:
+def test_a_run_of_version_0_1_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "model"\n[trainer]\nbackend = "single"\nnum_ranks = 1\n')
     with pytest.raises(RecipeError, match=r"^trainer\.backend is now trainer\.type$"):
         open_run(tmp_path, [])
 
 
-def test_a_section_without_a_type_has_the_default_one(tmp_path: Path) -> None:
+def test_a_section_without_a_type_gets_the_default(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('[model]\npath = "model"\n[loss]\nmax_ratio = 3\n[schedule]\nmax_lag = 4\n')
     recipe = load_recipe(path, ["loss.kl_coefficient=0.1"])
@@ -336,12 +334,12 @@ def test_every_key_is_described() -> None:
     assert "(of" not in rows["trainer.learning_rate"]
 
 
-def test_a_baseline_and_its_options_come_in_any_order(recipe_file: Path) -> None:
+def test_overrides_of_type_and_options_come_in_any_order(recipe_file: Path) -> None:
     advantage = load_recipe(recipe_file, ["advantage.gae_lambda=0.9", "advantage.type=value"]).advantage
     assert instance(advantage, ValueAdvantageConfig).gae_lambda == 0.9
 
 
-def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) -> None:
+def test_a_truncation_below_the_clip_range_is_an_error(recipe_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"max_ratio = 1.1 is less than 1 \+ clip_high = 1.2"):
         load_recipe(recipe_file, ["loss.type=grpo", "loss.max_ratio=1.1"])
     assert load_recipe(recipe_file, ["loss.type=cispo", "loss.max_ratio=1.1"]).loss.max_ratio == 1.1
@@ -356,7 +354,7 @@ def test_a_truncation_inside_of_the_clip_is_one_clear_line(recipe_file: Path) ->
         (["streams.type=kafka"], "streams.type: there is no 'kafka'; known are sqlite, redis, "),
     ],
 )
-def test_streams_that_cannot_be_are_one_clear_line(recipe_file: Path, overrides: list[str], message: str) -> None:
+def test_invalid_streams_are_one_line_errors(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, overrides)
     assert message in str(raised.value)

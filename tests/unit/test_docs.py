@@ -1,4 +1,4 @@
-"""What the documentation tells people to type passes its own checks."""
+"""Commands and code of the documentation, checked without running them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from midflight.trainer import deepspeed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
-# As a line of its own, or in backquotes within one.
+# A line of its own, or text in backquotes.
 COMMAND = re.compile(r"(?:^|`)(midflight (?:train|compare) recipes/[^`#\n]+)", re.MULTILINE)
 COMMANDS = sorted({found.strip() for page in PAGES for found in COMMAND.findall(page.read_text())})
 
@@ -26,7 +26,7 @@ SCENARIO_COMMANDS = sorted({found.strip() for page in PAGES for found in SCENARI
 
 @pytest.fixture(autouse=True)
 def as_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the repository, with the loss that the documentation shows in a module of its own."""
+    """Work in the repository, with the documented loss as a module."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
     (tmp_path / "my_losses.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
@@ -34,7 +34,7 @@ def as_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipes_of(command: str) -> list[list[str]]:
-    """The overrides of every run that the command makes."""
+    """Return the overrides of every run of a command."""
     _, verb, _, *arguments = shlex.split(command.replace("\\\n", " "))
     overrides = [each for each in arguments if re.fullmatch(r"\w+\.\w+=.*", each)]
     if verb == "train":
@@ -43,7 +43,7 @@ def recipes_of(command: str) -> list[list[str]]:
         if option in arguments:
             variants = parse_variants(section, arguments[arguments.index(option) + 1])
             return [[*overrides, *variant.overrides] for variant in variants]
-    raise AssertionError(f"nothing is compared by {command}")
+    raise AssertionError(f"no variants in: {command}")
 
 
 def test_the_documentation_has_commands() -> None:
@@ -51,7 +51,7 @@ def test_the_documentation_has_commands() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_documentation_would_run(command: str) -> None:
+def test_documented_commands_pass_their_checks(command: str) -> None:
     for overrides in recipes_of(command):
         recipe = load_recipe(ROOT / shlex.split(command)[2], overrides)
         if recipe.trainer.type == "deepspeed" and not deepspeed.is_installed():
@@ -59,12 +59,12 @@ def test_a_command_of_the_documentation_would_run(command: str) -> None:
         check_recipe(recipe)
 
 
-def test_the_documentation_has_commands_for_scenarios() -> None:
+def test_the_documentation_has_scenario_commands() -> None:
     assert len(SCENARIO_COMMANDS) >= 8
 
 
 @pytest.mark.parametrize("command", SCENARIO_COMMANDS)
-def test_a_scenario_of_the_documentation_is_one(command: str) -> None:
+def test_documented_scenarios_load(command: str) -> None:
     _, verb, path, *arguments = shlex.split(command)
     scenario = load_scenario(ROOT / path, [each for each in arguments if re.fullmatch(r"\w+\.\w+=.*", each)])
     options = {each for each in arguments if each.startswith("--")}
@@ -72,7 +72,7 @@ def test_a_scenario_of_the_documentation_is_one(command: str) -> None:
     estimate_scenario(scenario)
 
 
-def test_the_loss_that_the_documentation_shows_computes_something() -> None:
+def test_the_documented_loss_has_a_gradient() -> None:
     import torch
 
     from midflight.launch.objectives import build_loss

@@ -1,4 +1,4 @@
-"""A Generator behind HTTP gives what the one in process gives, weight updates included."""
+"""Generator behind HTTP compared with an engine in process, weight updates included."""
 
 from __future__ import annotations
 

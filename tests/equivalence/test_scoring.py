@@ -100,7 +100,7 @@ def test_scores_match_the_trainer(monkeypatch: pytest.MonkeyPatch, family: str, 
         assert completions[rollout_id].prompt is None
 
 
-def test_a_scored_prompt_goes_on_as_any_other() -> None:
+def test_a_scored_prompt_continues_as_an_unscored_one() -> None:
     model = tiny_model()
     asked = to_score(10, max_tokens=24)
     plain, scoring = tiny_engine(model), tiny_engine(model)

@@ -122,7 +122,7 @@ def gradients(microbatches: list[Microbatch], num_tokens: int) -> dict[str, torc
     return {name: present(parameter.grad).clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_the_gradient_does_not_depend_on_the_split_or_the_order() -> None:
+def test_gradients_do_not_depend_on_split_or_order() -> None:
     batch = trajectories([12, 30, 7, 55, 21, 4, 33, 18])
     num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
     whole = gradients(pack(batch, max_tokens=4096), num_tokens)

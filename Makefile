@@ -5,25 +5,30 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast faults kills lint types base figures algorithms planner-figures clean
+# Tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+# Files go to the next free process in the order of their names: long ones (e2e, equivalence) before short ones (unit).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-fast faults soak lint types base figures algorithms planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.smollm2 lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m "not faults"
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-# Runs that are hurt while they go on; the last line is how often.
+# Series of faults: every process killed, hung, cut off, under every schedule. `make test` has one of each kind.
 faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -s tests/faults > faults.log || (cat faults.log; exit 1)
-	@grep -c "fault: " faults.log
+	$(PYTEST) -m faults
 
-# Runs of which 25 processes each are killed at random moments, instead of the four in `make test`.
-kills: $(VENV)/.dev
-	MIDFLIGHT_KILLS=25 $(BIN)/python -m pytest -s tests/faults/test_random_kills.py
+# Random series, twenty times as long and never the same: kills, schedules, page tables, messages. Takes hours.
+soak: $(VENV)/.dev
+	MIDFLIGHT_SOAK=20 $(BIN)/python -m pytest -s tests/property tests/contract/test_http_schema.py tests/unit/sim \
+		tests/unit/streams tests/faults/test_random_kills.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

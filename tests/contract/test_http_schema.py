@@ -15,6 +15,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from soak import SOAK
+
 pytestmark = pytest.mark.slow
 
 CHECKS = [
@@ -36,7 +38,7 @@ ROUTES = [
     ("GET", "/metrics"),
 ]
 bounded = settings(
-    max_examples=60,
+    max_examples=60 * SOAK,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -22,7 +22,7 @@ import pytest
 from benchmarks.redis_server import RedisServer
 
 import midflight
-from midflight.concurrency import doorbell
+from midflight.concurrency import wake_up
 from midflight.errors import StreamError
 from midflight.protocols import Stream
 from midflight.streams import redis as redis_stream
@@ -133,9 +133,9 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def doorbell_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def wake_up_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks again by himself: a ring that does not come is a wait that does not end."""
-    monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
+    monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
 
 
 def test_records_come_back_in_order_at_their_offsets(ends_of: Callable[[int], Ends]) -> None:
@@ -191,7 +191,7 @@ def test_of_many_the_first_find_room(ends_of: Callable[[int], Ends]) -> None:
     assert stream.read(0, 99) == problems(range(4))
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_many_wait_for_room_piece_by_piece(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(3)
     written = elsewhere.submit(ends.append_many, range(50))
@@ -199,7 +199,7 @@ def test_many_wait_for_room_piece_by_piece(ends_of: Callable[[int], Ends], elsew
     assert written.result(TIMEOUT_S) == list(range(50))
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_many_at_once_wake_a_reader_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(9)
     waiting = elsewhere.submit(ends.read, 0)
@@ -246,7 +246,7 @@ def test_a_reader_that_starts_over_takes_no_room_away(ends_of: Callable[[int], E
     assert stream.append(problem(2), timeout_s=0) == 2
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_room_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     stream = ends.stream
@@ -256,7 +256,7 @@ def test_room_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewher
     assert waiting.result(TIMEOUT_S) == 1
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_a_record_wakes_a_reader_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     waiting = elsewhere.submit(ends.read, 0)
@@ -302,7 +302,7 @@ def test_what_is_trimmed_unread_makes_room(ends_of: Callable[[int], Ends]) -> No
     assert [stream.append(problem(index), timeout_s=0) for index in (3, 4, 5)] == [3, 4, None]
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_trimming_wakes_a_writer_that_waits(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     written = elsewhere.submit(ends.append_all, 100)
@@ -410,8 +410,8 @@ def test_a_reading_process_unblocks_a_writer(path: Path) -> None:
     stream.close()
 
 
-@pytest.mark.usefixtures("doorbell_only")
-def test_waits_end_by_the_doorbell_alone(path: Path, elsewhere: ThreadPoolExecutor) -> None:
+@pytest.mark.usefixtures("wake_up_only")
+def test_waits_end_by_the_wake_up_alone(path: Path, elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_in_file(path, capacity=1)
     written = elsewhere.submit(ends.append_all, 300)
     read_all(ends.stream, 300)
@@ -419,20 +419,20 @@ def test_waits_end_by_the_doorbell_alone(path: Path, elsewhere: ThreadPoolExecut
     ends.stream.close()
 
 
-@pytest.mark.usefixtures("doorbell_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_trimming_alone_wakes_a_writer(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_no_room = threading.Event()
-    wait = doorbell.WakeUp.wait
+    wait = wake_up.WakeUp.wait
 
-    def noted_wait(bell: doorbell.WakeUp, deadline_s: float) -> bool:
+    def noted_wait(wake: wake_up.WakeUp, deadline_s: float) -> bool:
         found_no_room.set()
         return wait(bell, deadline_s)
 
     ends = ends_in_file(path, capacity=1)
     append_all(ends.stream, 1)
-    monkeypatch.setattr(doorbell.WakeUp, "wait", noted_wait)
+    monkeypatch.setattr(wake_up.WakeUp, "wait", noted_wait)
     waiting = elsewhere.submit(ends.append, 1)
     assert found_no_room.wait(TIMEOUT_S)
     ends.stream.trim(1)
@@ -440,11 +440,11 @@ def test_trimming_alone_wakes_a_writer(
     ends.stream.close()
 
 
-def test_waits_end_without_the_doorbell(
+def test_waits_end_without_the_wake_up(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorbell, "_RELOOK_S", 0.001)
-    monkeypatch.setattr(doorbell.WakeUp, "ring", lambda self: None)
+    monkeypatch.setattr(wake_up, "_RELOOK_S", 0.001)
+    monkeypatch.setattr(wake_up.WakeUp, "notify", lambda self: None)
     ends = ends_in_file(path, capacity=1)
     written = elsewhere.submit(ends.append_all, 50)
     read_all(ends.stream, 50)
@@ -541,7 +541,7 @@ def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
         open_sqlite(tmp_path / "nowhere" / "stream.sqlite")
 
 
-def test_a_file_in_place_of_the_doorbell_is_an_error(path: Path) -> None:
+def test_a_file_in_place_of_the_wake_up_is_an_error(path: Path) -> None:
     path.with_name("stream.sqlite.appended").write_text("mine")
     with pytest.raises(StreamError, match="not a FIFO, and in the way of one"):
         open_sqlite(path)

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import midflight
-from midflight.concurrency import doorbell
+from midflight.concurrency import wake_up
 from midflight.errors import WeightUpdateError
 from midflight.protocols import WeightReceiver, WeightSender
 from midflight.types import TensorSpec
@@ -182,7 +182,7 @@ def test_waiting_ends_when_time_is_up(any_sender: WeightSender, any_receiver: We
 def test_a_version_wakes_a_receiver_that_waits(
     any_sender: WeightSender, any_receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorbell, "_RELOOK_S", 1e6)
+    monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
     seen: list[int | None] = []
     turns = threading.Barrier(2)
 

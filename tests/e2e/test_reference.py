@@ -15,6 +15,8 @@ import pytest
 from midflight.metrics.jsonl import read_metrics
 from midflight.testing.tiny_models import tiny_model
 
+from .conftest import Refused
+
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
@@ -76,18 +78,11 @@ def test_a_reference_that_dies_ends_the_run_with_one_clear_line(serve: Serve, tm
     assert f"the reference at {url} was lost: " in line
 
 
-def refused(tmp_path: Path, *overrides: str) -> str:
-    process = train(tmp_path / "run", *WITH_KL, *overrides)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 2, stderr
-    assert not (tmp_path / "run").exists()
-    (line,) = stderr.splitlines()
-    return line
-
-
-def test_a_server_that_does_not_fit_is_known_before_the_run(serve: Serve, tmp_path: Path) -> None:
+def test_a_server_that_does_not_fit_is_known_before_the_run(serve: Serve, tmp_path: Path, refused: Refused) -> None:
+    run = tmp_path / "run"
+    training = ("train", RECIPE, f"run.directory={run}", *SMALL, *WITH_KL)
     _, short = serve("sampling.max_tokens=10")
-    line = refused(tmp_path, f"reference.url={short}")
+    line = refused(*training, f"reference.url={short}")
     assert line.startswith(f"midflight: reference.url: {short} takes sequences of up to ")
     assert "engine.max_prompt_tokens + sampling.max_tokens = " in line
 
@@ -96,11 +91,13 @@ def test_a_server_that_does_not_fit_is_known_before_the_run(serve: Serve, tmp_pa
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((MODEL / name).read_bytes())
     _, url = serve(f"model.path={other}")
-    line = refused(tmp_path, f"reference.url={url}")
+    line = refused(*training, f"reference.url={url}")
     assert line.startswith(f"midflight: reference.url: the model of {url} has a vocabulary of 50 tokens, and that of ")
     assert " has 44: " in line
+    assert not run.exists()
 
 
-def test_nobody_at_the_url_is_one_clear_line(tmp_path: Path) -> None:
-    line = refused(tmp_path, "reference.url=http://127.0.0.1:9")
+def test_nobody_at_the_url_is_one_clear_line(tmp_path: Path, refused: Refused) -> None:
+    run = f"run.directory={tmp_path / 'run'}"
+    line = refused("train", RECIPE, run, *SMALL, *WITH_KL, "reference.url=http://127.0.0.1:9")
     assert line.startswith("midflight: reference.url: http://127.0.0.1:9 cannot be reached: ")

@@ -21,6 +21,8 @@ from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
 
+from .conftest import Refused
+
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
@@ -101,23 +103,19 @@ def drain(generator):
         (["engine.device=cuda"], "engine.device = 'cuda': this machine has no CUDA device"),
     ],
 )
-def test_wrong_input_is_one_clear_line(overrides: list[str], message: str) -> None:
+def test_wrong_input_is_one_clear_line(overrides: list[str], message: str, refused: Refused) -> None:
     if "engine.device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    _, stderr = (process := start(*overrides)).communicate(timeout=60)
-    assert process.returncode == 2
-    assert stderr.startswith(f"midflight: {message}")
-    assert len(stderr.splitlines()) == 1
+    assert refused("serve", RECIPE, *overrides).startswith(f"midflight: {message}")
 
 
-def test_a_taken_port_is_one_clear_line() -> None:
+def test_a_taken_port_is_one_clear_line(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        _, stderr = (process := start(f"serve.port={port}")).communicate(timeout=60)
-    assert process.returncode == 2
-    assert stderr.splitlines() == [
+        line = refused("serve", RECIPE, f"serve.port={port}")
+    assert line == (
         f"midflight: cannot listen on 127.0.0.1:{port}: Address already in use; serve.port = 0 picks a free port"
-    ]
+    )
 
 
 def test_a_token_from_the_environment_opens_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_training_goes_on_with_the_other_backend(both: tuple[Trained, Trained], 
     path = directory / f"{trained.run.path.name}-then-{other.run.path.name}"
     shutil.copytree(
         trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
-    )  # doorbells are pipes
+    )  # wake-ups are pipes
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, other.overrides), run, directory / f"weights-{path.name}")

@@ -1,8 +1,7 @@
 """Runs of which any process dies at any time, one after the other: no group is lost, trained on twice, or begun again.
 
 Every 1 to 5 s one process gets SIGKILL, or now and then SIGSTOP until the next one. A supervisor that died is followed
-by `--resume`, an engine by another. $MIDFLIGHT_KILLS is how many processes are killed in each run; `make kills` kills
-more than the tests.
+by `--resume`, an engine by another. `make soak` kills many more processes than the tests.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ from faults.runs import (
     writes_to,
 )
 from midflight.config.run_directory import RunDirectory
+from soak import SOAK
 
-NUM_KILLS = int(os.environ.get("MIDFLIGHT_KILLS", "4"))
+NUM_KILLS = 4 * SOAK
 STOP_PROBABILITY = 0.2
 MARK = "MIDFLIGHT_RUN_TO_KILL"  # in the environment of every process that may be killed
 PATIENT = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=1000", "task.grading_timeout_s=60")
@@ -137,7 +137,9 @@ def victims_of(path: Path, case: str, *task: str) -> Iterator[Victims]:
                     os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["april", *(pytest.param(case, marks=pytest.mark.faults) for case in ("fsdp", "http"))]
+)
 def test_whatever_is_killed_no_group_is_lost_or_trained_twice(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def test_groups_that_wait_when_preprocessing_is_killed_are_trained_on_later(tmp_
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["LongSums", "LongTurns"])
+@pytest.mark.parametrize("kind", ["LongSums", pytest.param("LongTurns", marks=pytest.mark.faults)])
 def test_the_tokens_of_a_killed_rollout_process_come_back(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +90,7 @@ def shared_weights() -> set[Path]:
     return set(Path("/dev/shm").glob("midflight-*"))
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_workers_without_a_supervisor_clean_up_and_nobody_runs_beside_them(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")

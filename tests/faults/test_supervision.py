@@ -1,6 +1,6 @@
 """Runs that are hurt while they go on, and go on: no group is lost or trained on twice, and nothing waits for ever.
 
-Each fault is a line on stdout; `make faults` shows and counts them.
+Each fault is a line on stdout.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ MOMENTS = [at_once, at_once, in_a_checkpoint, at_an_update]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0].partition("=")[2])
+@pytest.mark.parametrize(
+    "schedule",
+    [SCHEDULES[0], *(pytest.param(schedule, marks=pytest.mark.faults) for schedule in SCHEDULES[1:])],
+    ids=lambda schedule: schedule[0].partition("=")[2],
+)
 def test_a_run_survives_the_death_of_every_process(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     chance = random.Random(f"deaths {schedule[0]}")
     own = schedule[0] in ("schedule.type=pipeline", "schedule.type=conventional")
@@ -103,6 +107,7 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, schedule: tup
     assert all(path.name.startswith("step_") for path in run.directory.checkpoints.iterdir())
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_weights_in_files_outlive_their_sender(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
@@ -132,6 +137,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> Non
         run.end()
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_supervisor_that_is_stopped_for_a_while_blames_nobody(tmp_path: Path) -> None:
     with running(tmp_path / "run", *SCHEDULES[0], *QUICK, "supervisor.heartbeat_timeout_s=3") as run:
@@ -161,6 +167,7 @@ def test_a_process_that_cannot_live_ends_the_run(tmp_path: Path) -> None:
     assert summary["restarts"]["rollout"] >= 2
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_checkpoint_that_is_damaged_while_the_run_goes_on_is_not_used(tmp_path: Path) -> None:
     with running(tmp_path / "run", *SCHEDULES[0], *QUICK, "trainer.keep_checkpoints=4") as run:
@@ -177,6 +184,7 @@ def test_a_checkpoint_that_is_damaged_while_the_run_goes_on_is_not_used(tmp_path
         run.end()
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("preprocess", ["own", "rollout"])
 def test_streams_that_lose_their_ends_lose_no_group(tmp_path: Path, preprocess: str) -> None:
@@ -216,6 +224,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_redis_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "redis"
@@ -246,6 +255,7 @@ def test_a_redis_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypa
     assert groups["trained"] == 4 * len(steps)
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_trainer_that_was_killed_makes_the_same_weights(tmp_path: Path) -> None:
     """As one that was left alone with the same stream, bit for bit: killed three times between two checkpoints."""

@@ -39,6 +39,7 @@ from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, Immedia
 from midflight.tracing.spans import Tracer
 from midflight.trainer.state import TrainerState
 from midflight.types import BatchChoice, ChosenBatch, Completion, Rollout, RolloutGroup, SamplingParams, TrainingBatch
+from soak import SOAK
 
 GROUP_SIZE = 2
 NUM_STEPS = 12
@@ -349,7 +350,7 @@ events = st.dictionaries(st.integers(0, 150), st.integers(0, 100), max_size=40)
 
 @pytest.mark.slow
 @given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
-@settings(max_examples=40)
+@settings(max_examples=40 * SOAK)
 def test_a_hard_bound_holds_with_engines_at_different_versions(
     world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, int]
 ) -> None:
@@ -370,7 +371,7 @@ def test_a_hard_bound_holds_with_engines_at_different_versions(
 
 @pytest.mark.slow
 @given(worlds, batch_groups, st.none() | st.integers(1, 3), events)
-@settings(max_examples=40)
+@settings(max_examples=40 * SOAK)
 def test_april_bounds_the_versions_of_a_rollout_with_engines_that_come_and_go(
     world: World, num_groups: int, max_versions: int | None, events: dict[int, int]
 ) -> None:
@@ -454,7 +455,7 @@ AHEAD: dict[str, Schedule] = {  # that hand over many batches before the trainer
 
 @pytest.mark.parametrize("name", SCHEDULES | AHEAD)
 @given(worlds)
-@settings(max_examples=15)
+@settings(max_examples=15 * SOAK)
 def test_a_full_stream_changes_no_batch(name: str, world: World) -> None:
     """Batches that find no room wait in the rollout process, and no schedule stops there for good.
 
@@ -482,7 +483,7 @@ def test_a_schedule_may_want_more_batches_ahead_than_the_stream_holds(name: str)
 @each_schedule
 @pytest.mark.slow
 @given(worlds)
-@settings(max_examples=40)
+@settings(max_examples=40 * SOAK)
 def test_groups_without_signal_are_left_out_and_replaced(name: str, world: World) -> None:
     run = Run(SCHEDULES[name], 4, world, dynamic_sampling=True).finish()
     run.check_accounts()
@@ -495,7 +496,7 @@ def test_groups_without_signal_are_left_out_and_replaced(name: str, world: World
 @each_schedule
 @pytest.mark.slow
 @given(world=worlds, kills=st.lists(st.integers(1, 60), max_size=5), save_every=st.integers(1, 15))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 * SOAK, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_killed_rollout_process_loses_no_group_and_trains_none_twice(
     name: str, world: World, kills: list[int], save_every: int, tmp_path: Path
 ) -> None:
@@ -523,7 +524,7 @@ def test_a_killed_rollout_process_loses_no_group_and_trains_none_twice(
 @each_schedule
 @pytest.mark.slow
 @given(world=worlds, num_trained=st.integers(4, 9), num_lost=st.integers(1, 3))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 * SOAK, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_lost_batches_leave_no_token_of_a_version_that_is_not_made_again(
     name: str, world: World, num_trained: int, num_lost: int, tmp_path: Path
 ) -> None:

@@ -428,7 +428,7 @@ def test_trimming_alone_wakes_a_writer(
 
     def noted_wait(wake: wake_up.WakeUp, deadline_s: float) -> bool:
         found_no_room.set()
-        return wait(bell, deadline_s)
+        return wait(wake, deadline_s)
 
     ends = ends_in_file(path, capacity=1)
     append_all(ends.stream, 1)

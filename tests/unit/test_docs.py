@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import load_recipe, load_scenario
+from midflight.config import SHIPPED_RECIPES, load_recipe, load_scenario
 from midflight.experiments.variants import parse_variants
 from midflight.launch.build import check_recipe
 from midflight.launch.planning import estimate_scenario
@@ -17,7 +17,7 @@ from midflight.trainer import deepspeed
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 # As a line of its own, or in backquotes within one.
-COMMAND = re.compile(r"(?:^|`)(midflight (?:train|compare) recipes/[^`#\n]+)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|`)(midflight (?:train|compare) cpu_demo[^`#\n]+)", re.MULTILINE)
 COMMANDS = sorted({found.strip() for page in PAGES for found in COMMAND.findall(page.read_text())})
 
 SCENARIO_COMMAND = re.compile(r"^(?:\$ )?(midflight (?:plan|simulate) scenarios/[^#\n]+)", re.MULTILINE)
@@ -53,7 +53,7 @@ def test_the_documentation_has_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_documentation_would_run(command: str) -> None:
     for overrides in recipes_of(command):
-        recipe = load_recipe(ROOT / shlex.split(command)[2], overrides)
+        recipe = load_recipe(Path(shlex.split(command)[2]), overrides)
         if recipe.trainer.type == "deepspeed" and not deepspeed.is_installed():
             pytest.skip("the package deepspeed is not installed")
         check_recipe(recipe)
@@ -79,7 +79,7 @@ def test_the_loss_that_the_documentation_shows_computes_something() -> None:
     from midflight.losses.inputs import LossInputs
 
     recipe = load_recipe(
-        ROOT / "recipes" / "cpu_demo.toml",
+        SHIPPED_RECIPES["cpu_demo"],
         ["loss.type=my_losses:mine", "loss.options={sharpness = 2.0}"],
     )
     policy = torch.tensor([-1.0, -2.0], requires_grad=True)

@@ -71,7 +71,7 @@ def test_a_new_project_passes_its_tests_and_trains(installed: Installed, tmp_pat
     assert "next: cd mine" in installed.midflight("new", "mine", cwd=tmp_path).stdout
     project = tmp_path / "mine"
     assert {path.name for path in project.iterdir()} == {
-        "README.md", "model", "my_task.py", "recipe.toml", "test_my_task.py",
+        "README.md", "digit_sums.py", "model", "recipe.toml", "test_digit_sums.py",
     }  # fmt: skip
     tests = installed.run(sys.executable, "-m", "pytest", "-q", cwd=project)
     assert "3 passed" in tests.stdout

@@ -1,6 +1,6 @@
 """What the task must do for a run to learn the right thing."""
 
-from my_task import DigitSums
+from digit_sums import DigitSums
 
 
 def test_only_the_right_sum_is_rewarded() -> None:

@@ -13,18 +13,22 @@ class DigitSums:
 
     def problem(self, index: int) -> Problem:
         """Return the training problem of this index, always the same one."""
-        rng = random.Random(f"{self.seed} {index}")
-        return self._make(f"train/{index}", 8 * rng.randrange(2, 1250) + rng.randrange(1, 8))
+        return self._draw(random.Random(f"{self.seed} {index}"), f"train/{index}", held_out=False)
 
     def held_out_problems(self, num_problems: int) -> list[Problem]:
-        """Return problems to measure accuracy on. Their numbers divide by 8, so none is ever trained on."""
-        return [self._make(f"test/{index}", 8 * (index % 1248 + 2)) for index in range(num_problems)]
+        """Return problems to measure accuracy with, none of which is ever trained on."""
+        rng = random.Random("held out")
+        return [self._draw(rng, f"test/{index}", held_out=True) for index in range(num_problems)]
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """Return the reward; the names in the dictionary appear in the metrics as well."""
         right = float(response.rpartition("=")[2] == problem.answer)
         return Grade(right, {"accuracy": right, "shows_steps": float("," in response)})
 
-    def _make(self, problem_id: str, number: int) -> Problem:
-        prompt = "".join(label + digit for label, digit in zip("abcd", str(number), strict=False))
-        return Problem(problem_id, f"{prompt}:", str(sum(map(int, str(number)))), difficulty=len(str(number)))
+    def _draw(self, rng: random.Random, problem_id: str, held_out: bool) -> Problem:
+        """Draw numbers until one is on the wanted side: those that divide by 8 are held out."""
+        number = ""
+        while not number or (int(number) % 8 == 0) != held_out:
+            number = "".join(rng.choices("123456789", k=rng.randint(2, 6)))
+        prompt = "".join(map(str.__add__, "abcdef", number)) + ":"
+        return Problem(problem_id, prompt, str(sum(map(int, number))), difficulty=len(number))

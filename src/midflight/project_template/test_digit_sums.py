@@ -8,7 +8,7 @@ def test_only_the_right_sum_is_rewarded() -> None:
     problem = task.problem(0)
     assert task.grade(problem, f"a1,1={problem.answer}").reward == 1
     assert task.grade(problem, f"={int(problem.answer) + 1}").reward == 0
-    assert task.grade(problem, problem.answer + "=").reward == 0
+    assert task.grade(problem, f"{problem.answer}=").reward == 0
     assert task.grade(problem, "").reward == 0
 
 

@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: demo test test-fast faults soak lint types base figures algorithms planner-figures clean
 
 demo: $(VENV)/.ready
-	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
+	$(BIN)/midflight demo $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.smollm2 lint types
 	$(PYTEST) -m "not faults"
@@ -40,13 +40,13 @@ types: $(VENV)/.dev
 
 # Trains the starting policy of the demo again, from nothing (some minutes).
 base: $(VENV)/.ready
-	$(BIN)/python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
+	$(BIN)/python examples/train_demo_model.py --out src/midflight/recipes/models/chain_sums
 
 # The README's curves: the demo's recipe under each schedule, for the same time.
 FIGURE_RUNS := runs/figures
 figures: $(VENV)/.ready
 	rm -rf $(FIGURE_RUNS)
-	$(BIN)/midflight compare recipes/cpu_demo.toml --schedules conventional,pipeline,april,bounded --seconds 120 \
+	$(BIN)/midflight compare cpu_demo --schedules conventional,pipeline,april,bounded --seconds 120 \
 		--out $(FIGURE_RUNS)
 	cp $(FIGURE_RUNS)/compare.png docs/images/schedules.png
 
@@ -55,7 +55,7 @@ ALGORITHM_RUNS := runs/algorithms
 LOSSES := reinforce,grpo,dapo:batch.dynamic_sampling=true:reward.overlong_buffer=32,gspo,ppo:advantage.type=value,decoupled_ppo
 algorithms: $(VENV)/.ready
 	rm -rf $(ALGORITHM_RUNS)
-	$(BIN)/midflight compare recipes/cpu_demo.toml --losses $(LOSSES) --steps 400 --seeds 3 --accuracy-every 40 \
+	$(BIN)/midflight compare cpu_demo --losses $(LOSSES) --steps 400 --seeds 3 --accuracy-every 40 \
 		--out $(ALGORITHM_RUNS)
 	cp $(ALGORITHM_RUNS)/compare.png docs/images/algorithms.png
 

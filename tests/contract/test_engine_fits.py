@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import GenerationLostError, ModelError
 from midflight.run.engines import connect
 from midflight.testing.tiny_models import VOCAB_SIZE
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 FITS = ("engine.max_prompt_tokens=32", "sampling.max_tokens=24")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.metrics.jsonl import read_metrics
 from midflight.testing.tiny_models import tiny_model
 
@@ -19,7 +20,7 @@ from .conftest import Refused
 
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=0", "engine.threads=1")
 WITH_KL = ("loss.kl_coefficient=0.01",)

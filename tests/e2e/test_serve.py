@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -15,7 +14,7 @@ import openai
 import pytest
 import torch
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.generation.client import HTTPGenerator
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
@@ -25,7 +24,7 @@ from .conftest import Refused
 
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 
 

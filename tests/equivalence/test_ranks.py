@@ -218,9 +218,7 @@ def test_training_goes_on_with_another_number_of_ranks(
         pytest.skip("the others save less, or go on as the order of sums makes them")
     trained = both[before]
     path = directory / f"{trained.run.path.name}-then-{after}"
-    shutil.copytree(
-        trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
-    )  # wake-ups are pipes
+    shutil.copytree(trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room"))  # wake-ups are pipes
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, (*trained.overrides[:-1], after)), run, directory / f"weights-{path.name}")

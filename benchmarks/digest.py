@@ -21,13 +21,13 @@ import typer
 from rich.console import Console
 
 from benchmarks.loops import Loops, build_loops
-from midflight.config import Recipe, load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.report.machine import describe_machine
 from midflight.trainer.state import TrainerState
 from midflight.types import TrainingBatch
 
-_RECIPE = Path(__file__).parents[1] / "recipes" / "cpu_demo.toml"
+_RECIPE = SHIPPED_RECIPES["cpu_demo"]
 _TRAIN_TICKS = 7
 _NUM_BATCHES = 50
 _NUM_STEPS = 20  # the weights after so many optimizer steps are hashed

@@ -9,12 +9,12 @@ from typing import Any
 
 from safetensors import safe_open
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import RecipeError
 from midflight.models.loading import check_model_directory, load_config
 from midflight.models.smollm2 import smollm2_directory
 
-DEMO_RECIPE = Path("recipes/cpu_demo.toml")
+DEMO_RECIPE = SHIPPED_RECIPES["cpu_demo"]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -35,7 +35,7 @@ class BenchModel:
 def find_model(name: str) -> BenchModel:
     """`demo` (the demo's starting policy), `smollm2`, or a directory.
 
-    Raises: ModelError if there is no such model, RecipeError if the demo's recipe is not in this directory.
+    Raises: ModelError if there is no such model.
     """
     match name:
         case "demo":

@@ -39,10 +39,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.envs.chain_sums import ChainSums
 from midflight.types import Problem
 
-CHECKPOINT = Path(os.path.relpath(Path(__file__).parents[1] / "recipes" / "models" / "chain_sums"))
+CHECKPOINT = Path(os.path.relpath(SHIPPED_RECIPES["cpu_demo"].parent / "models" / "chain_sums"))
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 160
 TARGETS = (0.85, 0.90)

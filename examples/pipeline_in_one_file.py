@@ -24,7 +24,6 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.engine.randomness import stream_key, uniforms_at
 from midflight.envs.chain_sums import ChainSums
 
-MODEL = Path(__file__).parents[1] / "recipes" / "models" / "chain_sums"
+MODEL = SHIPPED_RECIPES["cpu_demo"].parent / "models" / "chain_sums"
 TRAIN_TICKS = 8  # decode steps that pass during an optimizer step
 MAX_RATIO = 5.0  # c of equation 5
 LEARNING_RATE, ADAM_BETAS, MAX_GRAD_NORM = 2e-4, (0.9, 0.95), 1.0

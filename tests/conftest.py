@@ -11,6 +11,8 @@ import torch
 from benchmarks.redis_server import RedisServer
 from hypothesis import settings
 
+from soak import SOAK
+
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
 
@@ -19,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Wall-clock deadlines fail on a busy machine. Derandomized, so that failures are reproducible.
-settings.register_profile("midflight", deadline=None, derandomize=True)
+settings.register_profile("midflight", deadline=None, derandomize=SOAK == 1, max_examples=100 * SOAK)
 settings.load_profile("midflight")
 
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ import pytest
 import uvicorn
 from transformers import PreTrainedTokenizerFast
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
@@ -24,7 +24,7 @@ from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.weights.specs import specs_of
 
-TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
+TOKENIZER = SHIPPED_RECIPES["cpu_demo"].parent / "models" / "chain_sums"
 MAX_TOKENS = 24
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import GenerationLostError, ModelError
 from midflight.run.engines import connect
 from midflight.testing.tiny_models import VOCAB_SIZE
@@ -17,7 +17,7 @@ from midflight.testing.tiny_models import VOCAB_SIZE
 if TYPE_CHECKING:
     from contract.conftest import Server
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 FITS = ("engine.max_prompt_tokens=32", "sampling.max_tokens=24")
 
 

@@ -18,6 +18,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from soak import SOAK
+
 if TYPE_CHECKING:
     from contract.conftest import Server
 
@@ -42,7 +44,7 @@ ROUTES = [
     ("GET", "/metrics"),
 ]
 bounded = settings(
-    max_examples=60,
+    max_examples=60 * SOAK,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -133,7 +133,7 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def notify_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def wake_up_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the periodic check: a wait without a notification never ends."""
     monkeypatch.setattr(wake_up, "_RELOOK_S", 1e6)
 
@@ -191,7 +191,7 @@ def test_append_many_appends_what_fits(ends_of: Callable[[int], Ends]) -> None:
     assert stream.read(0, 99) == problems(range(4))
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_append_many_waits_for_room(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(3)
     written = elsewhere.submit(ends.append_many, range(50))
@@ -199,7 +199,7 @@ def test_append_many_waits_for_room(ends_of: Callable[[int], Ends], elsewhere: T
     assert written.result(TIMEOUT_S) == list(range(50))
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_append_many_wakes_a_waiting_reader(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(9)
     waiting = elsewhere.submit(ends.read, 0)
@@ -246,7 +246,7 @@ def test_a_restarted_reader_keeps_released_room(ends_of: Callable[[int], Ends]) 
     assert stream.append(problem(2), timeout_s=0) == 2
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_room_wakes_a_waiting_writer(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     stream = ends.stream
@@ -256,7 +256,7 @@ def test_room_wakes_a_waiting_writer(ends_of: Callable[[int], Ends], elsewhere: 
     assert waiting.result(TIMEOUT_S) == 1
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_a_record_wakes_a_waiting_reader(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     waiting = elsewhere.submit(ends.read, 0)
@@ -302,7 +302,7 @@ def test_trimming_unread_records_makes_room(ends_of: Callable[[int], Ends]) -> N
     assert [stream.append(problem(index), timeout_s=0) for index in (3, 4, 5)] == [3, 4, None]
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_trimming_read_records_wakes_a_writer(ends_of: Callable[[int], Ends], elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_of(1)
     written = elsewhere.submit(ends.append_all, 100)
@@ -408,7 +408,7 @@ def test_a_reading_process_unblocks_a_writer(path: Path) -> None:
     stream.close()
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_notify_alone_ends_every_wait(path: Path, elsewhere: ThreadPoolExecutor) -> None:
     ends = ends_in_file(path, capacity=1)
     written = elsewhere.submit(ends.append_all, 300)
@@ -417,16 +417,16 @@ def test_notify_alone_ends_every_wait(path: Path, elsewhere: ThreadPoolExecutor)
     ends.stream.close()
 
 
-@pytest.mark.usefixtures("notify_only")
+@pytest.mark.usefixtures("wake_up_only")
 def test_trimming_alone_wakes_a_writer(
     path: Path, elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_no_room = threading.Event()
     wait = wake_up.WakeUp.wait
 
-    def noted_wait(waiter: wake_up.WakeUp, deadline_s: float) -> bool:
+    def noted_wait(wake: wake_up.WakeUp, deadline_s: float) -> bool:
         found_no_room.set()
-        return wait(waiter, deadline_s)
+        return wait(wake, deadline_s)
 
     ends = ends_in_file(path, capacity=1)
     append_all(ends.stream, 1)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from midflight.config import dump_toml, load_recipe, load_scenario
+from midflight.config import SHIPPED_RECIPES, dump_toml, load_recipe, load_scenario
 from midflight.config.scenario import TableDecodeConfig
 from midflight.launch.scenarios import build_lengths
 from midflight.launch.simulation import simulate_scenario
 from narrowing import instance
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+from midflight.config import SHIPPED_RECIPES
+
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SCHEDULES = ["pipeline", "april:over_sampling=1.5"]
 
 

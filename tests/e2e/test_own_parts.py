@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from midflight import cli
+from midflight.config import SHIPPED_RECIPES
 from midflight.metrics.jsonl import read_metrics
 
 TESTS = Path(__file__).parents[1]
-RECIPE = TESTS.parent / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 @pytest.mark.slow

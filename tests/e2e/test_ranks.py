@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.metrics.jsonl import read_metrics
 from midflight.trainer.checkpoints import load_state, newest_checkpoint
 
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SETTINGS = (
     "trainer.type=fsdp",
     "trainer.num_ranks=2",

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from benchmarks.redis_server import RedisServer
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+from midflight.config import SHIPPED_RECIPES
+
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SMALL = ("batch.batch_size=16", "batch.group_size=4", "schedule.num_in_flight=16", "eval.num_problems=0")
 
 

@@ -12,12 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.metrics.jsonl import read_metrics
 from midflight.testing.tiny_models import tiny_model
 
+from .conftest import Refused
+
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=0", "engine.threads=1")
 WITH_KL = ("loss.kl_coefficient=0.01",)
@@ -76,18 +79,11 @@ def test_a_lost_reference_ends_the_run_with_one_line(serve: Serve, tmp_path: Pat
     assert f"the reference at {url} was lost: " in line
 
 
-def refused(tmp_path: Path, *overrides: str) -> str:
-    process = train(tmp_path / "run", *WITH_KL, *overrides)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 2, stderr
-    assert not (tmp_path / "run").exists()
-    (line,) = stderr.splitlines()
-    return line
-
-
-def test_an_unsuitable_server_is_refused_before_the_run(serve: Serve, tmp_path: Path) -> None:
+def test_an_unsuitable_server_is_refused_before_the_run(serve: Serve, tmp_path: Path, refused: Refused) -> None:
+    run = tmp_path / "run"
+    training = ("train", RECIPE, f"run.directory={run}", *SMALL, *WITH_KL)
     _, short = serve("sampling.max_tokens=10")
-    line = refused(tmp_path, f"reference.url={short}")
+    line = refused(*training, f"reference.url={short}")
     assert line.startswith(f"midflight: reference.url: {short} takes sequences of up to ")
     assert "engine.max_prompt_tokens + sampling.max_tokens = " in line
 
@@ -96,11 +92,13 @@ def test_an_unsuitable_server_is_refused_before_the_run(serve: Serve, tmp_path: 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((MODEL / name).read_bytes())
     _, url = serve(f"model.path={other}")
-    line = refused(tmp_path, f"reference.url={url}")
+    line = refused(*training, f"reference.url={url}")
     assert line.startswith(f"midflight: reference.url: the model of {url} has a vocabulary of 50 tokens, and that of ")
     assert " has 44: " in line
+    assert not run.exists()
 
 
-def test_an_unreachable_reference_is_a_one_line_error(tmp_path: Path) -> None:
-    line = refused(tmp_path, "reference.url=http://127.0.0.1:9")
+def test_an_unreachable_reference_is_a_one_line_error(tmp_path: Path, refused: Refused) -> None:
+    run = f"run.directory={tmp_path / 'run'}"
+    line = refused("train", RECIPE, run, *SMALL, *WITH_KL, "reference.url=http://127.0.0.1:9")
     assert line.startswith("midflight: reference.url: http://127.0.0.1:9 cannot be reached: ")

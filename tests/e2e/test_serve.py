@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -15,16 +14,18 @@ import openai
 import pytest
 import torch
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.generation.client import HTTPGenerator
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.protocols import Generator
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
 
+from .conftest import Refused
+
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 
 
@@ -102,23 +103,19 @@ def drain(generator: Generator) -> Iterator[Completion]:
         (["engine.device=cuda"], "engine.device = 'cuda': this machine has no CUDA device"),
     ],
 )
-def test_invalid_input_is_a_one_line_error(overrides: list[str], message: str) -> None:
+def test_invalid_input_is_a_one_line_error(overrides: list[str], message: str, refused: Refused) -> None:
     if "engine.device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    _, stderr = (process := start(*overrides)).communicate(timeout=60)
-    assert process.returncode == 2
-    assert stderr.startswith(f"midflight: {message}")
-    assert len(stderr.splitlines()) == 1
+    assert refused("serve", RECIPE, *overrides).startswith(f"midflight: {message}")
 
 
-def test_a_port_in_use_is_a_one_line_error() -> None:
+def test_a_port_in_use_is_a_one_line_error(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        _, stderr = (process := start(f"serve.port={port}")).communicate(timeout=60)
-    assert process.returncode == 2
-    assert stderr.splitlines() == [
+        line = refused("serve", RECIPE, f"serve.port={port}")
+    assert line == (
         f"midflight: cannot listen on 127.0.0.1:{port}: Address already in use; serve.port = 0 picks a free port"
-    ]
+    )
 
 
 def test_an_admin_token_allows_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import midflight
+from midflight.config import SHIPPED_RECIPES
 
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SETTINGS = (
     "batch.batch_size=16",
     "batch.group_size=4",

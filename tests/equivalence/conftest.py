@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from benchmarks.loops import build_loops
 
-from midflight.config import Recipe, load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.metrics.jsonl import JsonlWriter, read_metrics
 from midflight.testing.fakes import InProcessWeights
 from midflight.trainer.state import TrainerState
 from midflight.types import ActorState, TrainingBatch
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 @dataclass

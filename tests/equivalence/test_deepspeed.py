@@ -89,9 +89,7 @@ def test_two_ranks_report_the_metrics_of_one_process(both: tuple[Trained, Traine
 def test_training_resumes_with_the_other_backend(both: tuple[Trained, Trained], before: int, directory: Path) -> None:
     trained, other = both[before], both[1 - before]
     path = directory / f"{trained.run.path.name}-then-{other.run.path.name}"
-    shutil.copytree(
-        trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
-    )  # FIFOs cannot be copied
+    shutil.copytree(trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room"))  # wake-ups are pipes
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, other.overrides), run, directory / f"weights-{path.name}")

@@ -222,9 +222,7 @@ def test_training_resumes_with_another_number_of_ranks(
         pytest.skip("other losses save less; in bfloat16 the order of sums decides")
     trained = both[before]
     path = directory / f"{trained.run.path.name}-then-{after}"
-    shutil.copytree(
-        trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room")
-    )  # FIFOs cannot be copied
+    shutil.copytree(trained.run.path, path, ignore=shutil.ignore_patterns("*.appended", "*.room"))  # wake-ups are pipes
     run = RunDirectory(path)
     shutil.rmtree(run.checkpoints / f"step_{NUM_STEPS}")
     train(recipe_of(path, (*trained.overrides[:-1], after)), run, directory / f"weights-{path.name}")

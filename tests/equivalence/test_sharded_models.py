@@ -18,6 +18,7 @@ from benchmarks.train_load import LoadShape, make_trajectories
 from safetensors.torch import load_file, save_file
 
 import midflight
+from midflight.config import SHIPPED_RECIPES
 from midflight.models.lora import LoraSettings
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights
@@ -30,7 +31,7 @@ from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TOKENIZER = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
+TOKENIZER = SHIPPED_RECIPES["cpu_demo"].parent / "models" / "chain_sums"
 SETTINGS = PolicySettings(temperature=0.8, with_values=True)
 OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
 LOAD = LoadShape(sequences=4, group_size=2, prompt_tokens=5, median_response=10, max_response=20)

@@ -21,7 +21,7 @@ import pytest
 
 import midflight
 from midflight.actor.partials import PartialBuffer
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import StreamError
 from midflight.launch.streams import open_batches, open_groups
@@ -29,7 +29,7 @@ from midflight.metrics.jsonl import read_metrics
 from midflight.run.resuming import actor_checkpoint
 from midflight.types import ChosenBatch, GeneratedTokens, Rollout, RolloutStatus, TrainingBatch
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 TIMEOUT_S = 120.0
 BATCH_SIZE, GROUP_SIZE = 16, 4
 SETTINGS = (

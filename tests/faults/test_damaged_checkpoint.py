@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from midflight.config import SHIPPED_RECIPES
+
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SMALL = ("batch.batch_size=16", "batch.group_size=4", "schedule.num_in_flight=16", "eval.num_problems=0")
 
 

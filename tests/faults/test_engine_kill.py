@@ -27,7 +27,7 @@ from faults.runs import (
 from midflight.config.run_directory import RunDirectory
 from midflight.run.engine_registry import read_entries
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(600)]
 
 MAX_LAG = 6
 REMOTE = (

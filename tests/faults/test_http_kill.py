@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.errors import GenerationLostError, WeightUpdateError
 from midflight.generation.client import HTTPGenerator
 from midflight.models.loading import load_model, weights_of
@@ -18,7 +18,7 @@ from midflight.types import FinishReason, GenerationRequest, RolloutId, Sampling
 
 pytestmark = pytest.mark.slow
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 
 

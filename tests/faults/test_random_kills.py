@@ -1,8 +1,7 @@
 """Runs whose processes are killed at random: no group is lost, trained on twice, or restarted.
 
 Every 1 to 5 s one process gets SIGKILL, or sometimes SIGSTOP until the next kill. A killed supervisor is followed by
-`--resume`, a killed engine by another engine. $MIDFLIGHT_KILLS is the number of kills per run; `make kills` uses more
-than the tests.
+`--resume`, a killed engine by another engine. `make soak` kills many more processes than the tests.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ from faults.runs import (
     writes_to,
 )
 from midflight.config.run_directory import RunDirectory
+from soak import SOAK
 
-NUM_KILLS = int(os.environ.get("MIDFLIGHT_KILLS", "4"))
+NUM_KILLS = 4 * SOAK
 STOP_PROBABILITY = 0.2
 MARK = "MIDFLIGHT_RUN_TO_KILL"  # in the environment of every process that may be killed
 PATIENT = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=1000", "task.grading_timeout_s=60")
@@ -139,7 +139,9 @@ def victims_of(path: Path, case: str, *task: str) -> Iterator[Victims]:
                     os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["april", *(pytest.param(case, marks=pytest.mark.faults) for case in ("fsdp", "http"))]
+)
 def test_random_kills_lose_and_repeat_no_group(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(f"{NUM_KILLS} kills of {case}")
     task, path = long_sums(tmp_path, monkeypatch), tmp_path / "run"

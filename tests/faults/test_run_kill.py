@@ -60,7 +60,7 @@ def test_groups_waiting_for_killed_preprocessing_are_trained_later(tmp_path: Pat
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["LongSums", "LongTurns"])
+@pytest.mark.parametrize("kind", ["LongSums", pytest.param("LongTurns", marks=pytest.mark.faults)])
 def test_tokens_of_a_killed_rollout_process_are_kept(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +90,7 @@ def shared_weights() -> set[Path]:
     return set(Path("/dev/shm").glob("midflight-*"))
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_orphaned_workers_clean_up_before_a_resumed_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")

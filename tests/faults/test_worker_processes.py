@@ -31,6 +31,7 @@ def kill_fork_server() -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
+@pytest.mark.faults
 def test_workers_outlive_the_fork_server(tmp_path: Path) -> None:
     with supervised(tmp_path, {"trainer": wait_for_stop, "rollout": wait_for_stop}) as run:
         run.watch_until(lambda: len(run.pids()) == 2)
@@ -82,7 +83,13 @@ def is_writable(descriptor: Path) -> bool:
     return bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
-@pytest.mark.parametrize("body", ["wait_for_stop", "wait_for_peer", "wait_forever"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "wait_forever",
+        *(pytest.param(f"wait_for_{event}", marks=pytest.mark.faults) for event in ("stop", "peer")),
+    ],
+)
 def test_a_waiting_worker_ends_with_its_supervisor(tmp_path: Path, body: str) -> None:
     run = tmp_path / "run"
     with subprocess.Popen([sys.executable, workers.__file__, tmp_path, body]) as supervisor:

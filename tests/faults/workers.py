@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import midflight.run.worker_process as worker_process
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.launch.build import join_training
 from midflight.run.directory import create_run
 from midflight.run.supervisor import Supervisor
 from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SETTINGS = ("supervisor.backoff_s=0", "trainer.type=fsdp", "trainer.num_ranks=2")
 TIMEOUT_S = 60.0
 

@@ -15,6 +15,7 @@ from midflight.engine.pages import PagePool
 from midflight.engine.running_batch import RunningBatch
 from midflight.engine.scheduler import Scheduler
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+from soak import SOAK
 
 PAGE = 4
 MAX_PROMPT, MAX_NEW = 14, 12
@@ -217,11 +218,11 @@ class _Row(tuple):  # type: ignore[type-arg]
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=500, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=150 * SOAK, stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 2), min_size=1, max_size=20))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150 * SOAK, deadline=None)
 def test_prefix_lookup_finds_the_longest_common_prefix(first: list[int], second: list[int]) -> None:
     pool: PagePool[str] = PagePool(20, PAGE)
     pages = [page for _ in range(-(-len(first) // PAGE)) if (page := pool.allocate())]

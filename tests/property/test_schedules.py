@@ -50,6 +50,7 @@ from midflight.types import (
     SamplingParams,
     TrainingBatch,
 )
+from soak import SOAK
 
 GROUP_SIZE = 2
 NUM_STEPS = 12
@@ -363,7 +364,7 @@ events = st.dictionaries(st.integers(0, 150), st.integers(0, 100), max_size=40)
 
 @pytest.mark.slow
 @given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
-@settings(max_examples=40)
+@settings(max_examples=40 * SOAK)
 def test_lag_bounds_hold_with_engines_at_different_versions(
     world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, int]
 ) -> None:
@@ -384,7 +385,7 @@ def test_lag_bounds_hold_with_engines_at_different_versions(
 
 @pytest.mark.slow
 @given(worlds, batch_groups, st.none() | st.integers(1, 3), events)
-@settings(max_examples=40)
+@settings(max_examples=40 * SOAK)
 def test_april_bounds_versions_while_engines_join_and_leave(
     world: World, num_groups: int, max_versions: int | None, events: dict[int, int]
 ) -> None:
@@ -470,7 +471,7 @@ RUN_AHEAD: dict[str, Schedule] = {  # schedules that hand over many batches befo
 
 @pytest.mark.parametrize("name", SCHEDULES | RUN_AHEAD)
 @given(worlds)
-@settings(max_examples=15)
+@settings(max_examples=15 * SOAK)
 def test_a_full_stream_changes_no_batch(name: str, world: World) -> None:
     """Batches without room wait in the rollout process, and no schedule deadlocks.
 
@@ -498,7 +499,7 @@ def test_schedules_may_run_ahead_of_the_stream_capacity(name: str) -> None:
 @each_schedule
 @pytest.mark.slow
 @given(worlds)
-@settings(max_examples=40)
+@settings(max_examples=40 * SOAK)
 def test_groups_without_signal_are_replaced(name: str, world: World) -> None:
     run = Run(SCHEDULES[name], 4, world, dynamic_sampling=True).finish()
     run.check_accounts()
@@ -511,7 +512,7 @@ def test_groups_without_signal_are_replaced(name: str, world: World) -> None:
 @each_schedule
 @pytest.mark.slow
 @given(world=worlds, kills=st.lists(st.integers(1, 60), max_size=5), save_every=st.integers(1, 15))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 * SOAK, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_killed_rollout_process_trains_each_group_once(
     name: str, world: World, kills: list[int], save_every: int, tmp_path: Path
 ) -> None:
@@ -539,7 +540,7 @@ def test_a_killed_rollout_process_trains_each_group_once(
 @each_schedule
 @pytest.mark.slow
 @given(world=worlds, num_trained=st.integers(4, 9), num_lost=st.integers(1, 3))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 * SOAK, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_lost_batches_leave_no_token_of_lost_versions(
     name: str, world: World, num_trained: int, num_lost: int, tmp_path: Path
 ) -> None:

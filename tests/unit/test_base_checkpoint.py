@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from midflight.config import SHIPPED_RECIPES
 from midflight.envs.chain_sums import DIGITS, LABELS, ChainSums, solution
 
-CHECKPOINT = Path(__file__).parents[2] / "recipes" / "models" / "chain_sums"
+CHECKPOINT = SHIPPED_RECIPES["cpu_demo"].parent / "models" / "chain_sums"
 TASK_CHARACTERS = "0" + DIGITS + LABELS + ",:="
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import describe_recipe, dump_toml, load_recipe
+from midflight.config import SHIPPED_RECIPES, describe_recipe, dump_toml, load_recipe
 from midflight.config.algorithms import GroupAdvantageConfig, ValueAdvantageConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.config.sections import (
@@ -20,8 +20,6 @@ from midflight.errors import RecipeError
 from midflight.run.directory import open_run
 from narrowing import instance
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
@@ -30,11 +28,23 @@ def recipe_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_shipped_recipe_passes_its_own_checks(path: Path) -> None:
+@pytest.mark.parametrize("name", SHIPPED_RECIPES)
+def test_a_shipped_recipe_is_found_by_its_name_and_passes_its_own_checks(name: str) -> None:
     from midflight.launch.build import check_recipe
 
-    check_recipe(load_recipe(path))
+    check_recipe(load_recipe(Path(name)))
+
+
+def test_a_file_hides_the_shipped_recipe_of_its_name(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe_file.rename(tmp_path / "cpu_demo").parent)
+    assert load_recipe(Path("cpu_demo")).schedule.num_in_flight == 48
+
+
+def test_an_unknown_recipe_lists_the_shipped_ones() -> None:
+    with pytest.raises(RecipeError, match=r"cannot read the recipe demo: No such file .*ship with midflight: cpu_demo"):
+        load_recipe(Path("demo"))
 
 
 def test_common_loss_options_need_no_type(recipe_file: Path) -> None:

@@ -12,11 +12,14 @@ import typer
 
 from midflight.cli.recipes import config_app
 from midflight.cli.results import compare, report
-from midflight.cli.runs import evaluate, serve, train
+from midflight.cli.runs import demo, evaluate, serve, train
 from midflight.cli.sim import calibrate, plan, simulate
+from midflight.cli.start import doctor, new
 from midflight.errors import MidflightError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.command()(demo)
+app.command()(new)
 app.command()(train)
 app.command(name="eval")(evaluate)
 app.command()(serve)
@@ -25,6 +28,7 @@ app.command()(compare)
 app.command()(plan)
 app.command()(simulate)
 app.command()(calibrate)
+app.command()(doctor)
 app.add_typer(config_app, name="config")
 
 

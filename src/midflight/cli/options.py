@@ -7,6 +7,6 @@ from typing import Annotated
 
 import typer
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a recipe (TOML)")]
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a TOML file, or the shipped recipe cpu_demo")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

@@ -1,46 +1,79 @@
-"""`midflight train`, `eval` and `serve`: commands that run a model."""
+"""`midflight train`, `demo`, `eval` and `serve`: commands that run a model."""
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from midflight.cli.options import Json, Overrides, RecipeArgument
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
+from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError
 from midflight.metrics.jsonl import json_text
 
+_INTRODUCTION = """\
+A model of 0.6 M parameters learns to add up numbers. To the problem a3b9c4: the response a3,3b9,12c4,16=16 is right.
+At first the model often guesses, as in =15. Nobody shows it solutions: it only learns which responses were right.
+reward: share of right responses | lag: optimizer steps from sampling a token to training on it | ESS: 1 is on-policy
+"""
+
 
 def train(
-    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="a recipe, or with --resume a run")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="a TOML file or a shipped recipe; with --resume a run")
+    ],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with an interrupted run")] = False,
     as_json: Json = False,
 ) -> None:
     """Train: generate, score and learn at the same time, with weights updated in flight."""
+    from midflight.run.directory import open_run
+
+    if resume:
+        _train(*open_run(target, overrides or []), as_json)
+    elif target.is_dir():
+        raise RecipeError(f"{target} is a directory; to go on with the run in it, add --resume")
+    else:
+        _train(None, load_recipe(target, overrides or []), as_json)
+
+
+def demo(overrides: Overrides = None, as_json: Json = False) -> None:
+    """Train the model that ships with midflight to add up numbers: a minute or two on two cores, no download."""
+    console = Console(stderr=True)
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    recipe = load_recipe(SHIPPED_RECIPES["cpu_demo"], overrides or [])
+    say(_INTRODUCTION)
+    summary = _train(None, recipe, as_json)
+    run = Path(os.path.relpath(summary["run_directory"]))
+    accuracy = ""
+    if summary["eval_before"]:
+        before, after = (summary[when]["sampled_accuracy"] for when in ("eval_before", "eval_after"))
+        accuracy = f"held-out accuracy {before:.3f} -> {after:.3f}; "
+    say(
+        f"{accuracy}next: `midflight report {run}`, `midflight new my_project`, or open {run / 'trace.json'} in"
+        " https://ui.perfetto.dev"
+    )
+
+
+def _train(run: RunDirectory | None, recipe: Recipe, as_json: bool) -> dict[str, Any]:
+    """Train in a run directory, a new one unless given, and print the summary."""
     from midflight.launch.build import check_recipe
     from midflight.report.progress import print_summary
-    from midflight.run.directory import create_run, open_run
+    from midflight.run.directory import create_run
     from midflight.run.local import run_locally
 
-    console = Console(stderr=True)
-    if resume:
-        run, recipe = open_run(target, overrides or [])
-        check_recipe(recipe)
-    else:
-        if target.is_dir():
-            raise RecipeError(f"{target} is a directory; to go on with the run in it, add --resume")
-        recipe = load_recipe(target, overrides or [])
-        check_recipe(recipe)
-        run = create_run(recipe)
-    summary = run_locally(recipe, run, console)
+    check_recipe(recipe)
+    summary = run_locally(recipe, run or create_run(recipe), Console(stderr=True))
     if as_json:
         print(json_text(summary))
     else:
         print_summary(summary)
+    return summary
 
 
 def evaluate(

@@ -23,7 +23,7 @@ def deadline_after(timeout_s: float | None) -> float:
 class WakeUp:
     """A named FIFO: one side rings, another waits. A ring means "look again"; it may be stale or lost, never relied on.
 
-    Of several that wait at one doorbell a ring wakes one; the others look again by themselves.
+    A notification wakes one of several waiters; the others look again on their own.
     Raises: OSError if there is something else at `path`, or no FIFO can be made there.
     """
 

@@ -9,8 +9,24 @@ keys that both types have, and other overrides of theirs apply to the new type. 
 files of the same form.
 """
 
-from midflight.config.files import describe_recipe, describe_scenario, dump_toml, load_recipe, load_scenario
+from midflight.config.files import (
+    SHIPPED_RECIPES,
+    describe_recipe,
+    describe_scenario,
+    dump_toml,
+    load_recipe,
+    load_scenario,
+)
 from midflight.config.recipe import Recipe
 from midflight.config.scenario import Scenario
 
-__all__ = ["Recipe", "Scenario", "describe_recipe", "describe_scenario", "dump_toml", "load_recipe", "load_scenario"]
+__all__ = [
+    "SHIPPED_RECIPES",
+    "Recipe",
+    "Scenario",
+    "describe_recipe",
+    "describe_scenario",
+    "dump_toml",
+    "load_recipe",
+    "load_scenario",
+]

@@ -19,6 +19,8 @@ from midflight.errors import MidflightError, RecipeError, ScenarioError
 
 Document = TypeVar("Document", bound=Section)
 
+SHIPPED_RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))}
+
 
 @dataclass(frozen=True, slots=True)
 class FileKind(Generic[Document]):
@@ -29,16 +31,20 @@ class FileKind(Generic[Document]):
     error: type[MidflightError]
     paths: tuple[tuple[str, str], ...]  # keys that are paths: relative to the file
     moved: Mapping[str, str] = field(default_factory=dict)  # keys of earlier versions, and where they are now
+    shipped: Mapping[str, Path] = field(default_factory=dict)  # name -> file of the package
 
     def load(self, path: Path, overrides: Sequence[str] = ()) -> Document:
-        """Read, override and validate a file.
+        """Read, override and validate a file, or the shipped file of that name.
 
         Raises: `error`, one line: which key and what would work.
         """
+        if not path.exists():
+            path = self.shipped.get(str(path), path)
         try:
             values = tomllib.loads(path.read_text())
         except OSError as error:
-            raise self.error(f"cannot read the {self.noun} {path}: {error.strerror}") from error
+            names = f"; these ship with midflight: {', '.join(self.shipped)}" if self.shipped else ""
+            raise self.error(f"cannot read the {self.noun} {path}: {error.strerror}{names}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise self.error(f"{path} is not valid TOML: {error}") from error
         self._anchor_paths(values, path.resolve().parent)
@@ -176,6 +182,7 @@ RECIPE = FileKind(
         "loss.function": "loss.type",
         "schedule.max_waiting": "schedule.queue_capacity",
     },  # since version 0.1
+    shipped=SHIPPED_RECIPES,
 )
 SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"), ("lengths", "file")))
 

@@ -6,12 +6,12 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-import transformers
-
 
 def describe_machine() -> dict[str, str | int | float]:
     """Processor, cores this process may use, load before the measurement, and the versions that matter."""
+    import torch
+    import transformers
+
     return {
         "processor": _processor(),
         "cores": num_cores(),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from midflight import cli
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import RecipeError, RunDirectoryError, WorkerError
 from midflight.experiments import compare as compare_module
@@ -24,7 +24,7 @@ from midflight.trainer.checkpoints import checkpoints_in, save_checkpoint
 from midflight.trainer.state import TrainerState
 from narrowing import instance
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 class FakeRuns:

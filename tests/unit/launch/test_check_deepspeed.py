@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.sections import DeepSpeedTrainerConfig, SingleTrainerConfig
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.launch import build
 from midflight.launch.build import check_recipe
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 DEEPSPEED, ZERO_3 = "trainer.type=deepspeed", "trainer.zero_stage=3"
 PROXIMAL = ("loss.type=decoupled_ppo", "loss.proximal_every=4")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import ModelError, RecipeError
 from midflight.launch.build import check_evaluation, check_recipe
 from midflight.testing.tiny_models import tiny_model
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 
 

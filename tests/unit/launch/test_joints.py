@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from midflight.config import load_recipe, load_scenario
+from midflight.config import SHIPPED_RECIPES, load_recipe, load_scenario
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError, RecipeError
 from midflight.launch.build import build_advantage, check_recipe, recipe_schedule
@@ -33,7 +33,7 @@ from midflight.testing.fakes import CountingEnvironment
 from midflight.types import GenerationRequest, RolloutId, SamplingParams, TensorSpec
 
 ROOT = Path(__file__).parents[3]
-RECIPE = ROOT / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 JOINTS = {
     "schedule.type": ("Schedule", "num_to_admit, no should_abort, no choose_batch, no should_update_weights"),
     "task.type": ("Environment", "problem, no held_out_problems, no grade"),

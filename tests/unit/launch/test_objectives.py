@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from midflight.config import Recipe, load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.errors import RecipeError
 from midflight.launch.build import check_recipe
 from midflight.launch.objectives import build_loss, build_objective
@@ -178,7 +178,7 @@ def test_what_is_no_import_path_is_refused_with_the_recipe(recipe_of: Callable[.
 
 
 def test_a_loss_that_is_not_there_is_known_before_anything_starts() -> None:
-    demo = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+    demo = SHIPPED_RECIPES["cpu_demo"]
     recipe = load_recipe(demo, ["loss.type=losses_of_mine:nothing"])
     with pytest.raises(RecipeError, match=r"loss\.type: cannot import 'losses_of_mine:nothing'"):
         check_recipe(recipe)

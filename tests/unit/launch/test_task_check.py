@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from midflight.config import Recipe, load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.errors import ModelError, RecipeError
 from midflight.launch.build import check_evaluation
 from midflight.launch.environments import build_environment
 from midflight.types import Grade, Problem
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 class Task:

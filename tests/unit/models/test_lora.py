@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.launch.build import check_recipe
 from midflight.models.lora import LoraSettings, add_adapter, has_adapter, merged_weights
 from midflight.testing.tiny_models import tiny_model
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 LORA = "trainer.lora_rank=4"
 TOKEN_IDS = torch.arange(3, 30)[None]
 

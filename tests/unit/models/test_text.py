@@ -11,14 +11,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import ModelError
 from midflight.launch.build import build_actor_config, check_evaluation
 from midflight.models.loading import load_tokenizer, stop_token_ids
 from midflight.models.text import encode_chat, encode_prompt, response_text
 from midflight.types import FinishReason, GeneratedTokens
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 BOS, EOS, UNK = 1, 2, 3
 

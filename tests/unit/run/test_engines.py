@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor
 
 from midflight.concurrency.background import run_at_once
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import GenerationLostError, ModelError, RecipeError, RunDirectoryError, WeightUpdateError
 from midflight.generation.pool import EnginePool, PoolHooks
@@ -27,7 +27,7 @@ from midflight.run.engines import BACKOFF_S, LOOK_S, PROBE_S, Connect, Servers
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 class Connected(ScriptedGenerator):

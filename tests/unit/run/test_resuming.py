@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from midflight.actor.partials import PartialBuffer, segments_from
-from midflight.config import Recipe, load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import ModelError, RunDirectoryError
 from midflight.launch.streams import open_batches, open_groups
@@ -37,7 +37,7 @@ from midflight.types import (
     TrainingBatch,
 )
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 NONE = np.zeros(0, np.int32)
 
 

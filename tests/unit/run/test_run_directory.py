@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from midflight.config import load_recipe
+from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
 from midflight.run.directory import create_run, open_run
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from midflight.sim.lengths import CycledLengths, lognormal, uniform
 from midflight.sim.simulator.engines import SimEngine, SimRollout, StepTimes
 from midflight.sim.simulator.failures import Failure, Failures
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
+from soak import SOAK
 
 UNBOUNDED = 10**9  # rollouts that may wait
 LENGTHS = lognormal(40, 0.8, 300)
@@ -168,7 +169,7 @@ schedules = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * SOAK, deadline=None)
 @given(schedules, delays, st.integers(1, 4), st.sampled_from([None, 200.0]), st.sampled_from([0.0, 0.3]))
 def test_bounds_and_accounts_hold_whatever_happens(
     schedule: Schedule, delays: Delays, num_engines: int, mean_time_between: float | None, filter_rate: float

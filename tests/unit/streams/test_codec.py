@@ -22,6 +22,7 @@ from hypothesis.extra import numpy as hnp
 from midflight.errors import StreamError
 from midflight.streams.codec import SCHEMA_VERSION, Codec
 from midflight.types import Completion, Grade, Problem, RolloutGroup, RolloutId, TrainingBatch, Trajectory
+from soak import SOAK
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def test_every_array_comes_back_bit_for_bit(array: npt.NDArray[Any]) -> None:
 
 
 @pytest.mark.parametrize("record_type", [TrainingBatch, RolloutGroup, Trajectory, Completion, Problem])
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40 * SOAK, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_record_comes_back_the_same(record_type: type, data: st.DataObject) -> None:
     record = data.draw(values(record_type))
@@ -149,7 +150,7 @@ def test_a_message_cut_anywhere_is_an_error(length: int) -> None:
         Codec(Trajectory).decode(MESSAGE[:length])
 
 
-@settings(max_examples=300)
+@settings(max_examples=300 * SOAK)
 @given(st.integers(0, len(MESSAGE) - 1), st.integers(1, 255))
 def test_a_changed_byte_is_an_error_or_makes_no_difference(position: int, change: int) -> None:
     damaged = bytearray(MESSAGE)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import os
 import shlex
-import shutil
 import subprocess
 import tempfile
 from importlib import resources
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from midflight.engine.cache import KVLayer
+from midflight.engine.kernels.compiler import compiler_command
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.plan import Batch
 
@@ -122,8 +122,8 @@ def _threads() -> int:
 
 @functools.cache
 def _build(group_size: int, num_kv_heads: int, head_dim: int, bf16: bool) -> ctypes.CDLL | None:
-    command = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
-    if not command[0]:
+    command = compiler_command()
+    if not command:
         return None
     source = resources.files(__package__).joinpath("cpu.c").read_bytes()
     defines = [f"-DG={group_size}", f"-DK={num_kv_heads}", f"-DE={head_dim}", *(["-DBF16"] if bf16 else [])]

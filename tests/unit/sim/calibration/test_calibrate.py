@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from midflight import cli
-from midflight.config import Scenario, dump_toml, load_recipe, load_scenario
+from midflight.config import SHIPPED_RECIPES, Scenario, dump_toml, load_recipe, load_scenario
 from midflight.config.scenario import ListedLengthsConfig, TableDecodeConfig
 from midflight.config.schedules import PipelineConfig
 from midflight.errors import BenchmarkError, RecipeError
@@ -34,7 +34,7 @@ from midflight.sim.calibration.scenario import calibrate, calibration_text, scen
 from midflight.tracing.spans import SpanRecord
 from narrowing import instance, present
 
-RECIPE = Path(__file__).parents[4] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MS = 1_000_000  # nanoseconds
 
 

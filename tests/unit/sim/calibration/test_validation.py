@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midflight.config import Scenario, dump_toml, load_recipe
+from midflight.config import SHIPPED_RECIPES, Scenario, dump_toml, load_recipe
 from midflight.config.scenario import (
     ConstantLengthsConfig,
     DelaysConfig,
@@ -22,7 +22,7 @@ from midflight.experiments.variants import parse_variants
 from midflight.sim.calibration import validation as validation_module
 from midflight.sim.calibration.validation import predict, validate, validation_table
 
-RECIPE = Path(__file__).parents[4] / "recipes" / "cpu_demo.toml"
+RECIPE = SHIPPED_RECIPES["cpu_demo"]
 DECODE = TableDecodeConfig(gpus_per_engine=1, sizes=(64,), rates=(64e3,), beyond="hold")  # a step takes 1 ms
 SCENARIO = Scenario(
     cluster={"num_gpus": 2, "num_engines": 1},

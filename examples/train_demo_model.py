@@ -1,6 +1,6 @@
 """Make the starting policy of the chain-sums demo: a 0.6 M-parameter Qwen2 model with a character tokenizer.
 
-    python recipes/make_chain_sums_base.py --out recipes/models/chain_sums
+    python examples/train_demo_model.py --out src/midflight/recipes/models/chain_sums
 
 The model is taught by imitation on imperfect demonstrations, so that it knows how to add a chain of numbers step by
 step and usually guesses instead: sampled accuracy starts near 0.3, and reinforcement learning has something to find.

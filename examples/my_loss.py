@@ -1,4 +1,4 @@
-"""A loss of one's own: tapered off-policy REINFORCE, token by token.
+"""A user-defined loss: tapered off-policy REINFORCE, token by token.
 
 midflight train cpu_demo loss.type=my_loss:tapered    # in this directory
 """
@@ -13,7 +13,7 @@ from midflight.losses.inputs import LossInputs, LossOutput
 def tapered(inputs: LossInputs, max_negative_ratio: float = 1.0) -> LossOutput:
     """-sum_t w_t r_t A_t log pi_t, with r_t = 1 if A_t >= 0, otherwise min(c, pi/mu), constant in the gradient.
 
-    Good responses count in full, however old they are. Bad ones fade as the policy moves away from them, so that their
+    Good responses have full weight at any age. Bad responses lose weight as the policy moves away from them, so their
     gradient stays bounded without a KL penalty.
 
     Shapes: see LossInputs -> loss []. Units: max_negative_ratio is c, a ratio of probabilities.

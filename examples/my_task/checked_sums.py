@@ -1,4 +1,4 @@
-"""A task with partial credit: half of the reward for the right sum, half for right steps on the way.
+"""A task with partial credit: half of the reward for the right sum, half for right steps.
 
 prompt     a3b9c4:
 response   a3,3b9,12c4,15=15        two steps of three are right, the sum is not: reward 1/3
@@ -18,7 +18,7 @@ _STEP = re.compile(r"[a-z]\d,(\d+)")  # letter, number, comma, running total
 
 
 class CheckedSums:
-    """Digits to add, each with a letter before it.
+    """Problems with digits to add, each after a letter.
 
     Raises: RecipeError if num_terms is out of range.
     """
@@ -37,7 +37,7 @@ class CheckedSums:
         return [self._draw(rng, f"held_out/{index}", held_out=True) for index in range(num_problems)]
 
     def grade(self, problem: Problem, response: str) -> Grade:
-        """Return the reward; `accuracy` is what evaluations report, `steps` the share of right steps."""
+        """Return the reward; evaluations report `accuracy`, and `steps` is the share of right steps."""
         written, _, total = response.rpartition("=")
         expected = list(accumulate(map(int, problem.prompt[1::2])))
         right = [int(step) == sum_ for step, sum_ in zip_longest(_STEP.findall(written), expected, fillvalue=-1)]
@@ -45,7 +45,7 @@ class CheckedSums:
         return Grade((accuracy + steps) / 2, {"accuracy": accuracy, "steps": steps})
 
     def _draw(self, rng: random.Random, problem_id: str, held_out: bool) -> Problem:
-        """Draw digits until they are on the wanted side of the split: numbers that divide by 8 are held out."""
+        """Draw digits from one side of the split: multiples of 8 are held out."""
         while True:
             digits = rng.choices("123456789", k=self.num_terms)
             if (int("".join(digits)) % 8 == 0) == held_out:

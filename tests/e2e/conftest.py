@@ -1,4 +1,4 @@
-"""Commands that end at once because their input is wrong."""
+"""Fixture for commands that refuse invalid input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
-    """Run a command in this process, which has imported everything; return the one line on stderr."""
+    """Return a function that runs a command in this process, expects a refusal, and returns the line on stderr."""
 
     def run(*arguments: object) -> str:
-        capfd.readouterr()  # of the test so far
+        capfd.readouterr()  # discard earlier output
         monkeypatch.setattr(sys, "argv", ["midflight", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             cli.main()

@@ -1,4 +1,4 @@
-"""Commands in folders that cannot hold what they write: one line that says so, on real file systems."""
+"""Commands in directories that cannot be written, on real file systems: one line of error each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from midflight import cli
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "--mount", "--map-root-user", "true"]).returncode != 0,
-    reason="this needs user namespaces",
+    reason="needs user namespaces",
 )
 
 IN_MOUNT = """
@@ -25,7 +25,7 @@ exec "$@"
 
 
 def run_in_mount(directory: Path, options: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run midflight in a file system mounted with these options, which binds root as well."""
+    """Run midflight in a file system mounted with `options`; the limits apply to root, too."""
     command = ["unshare", "--mount", "--map-root-user", "bash", "-c", IN_MOUNT, "bash", options, str(directory)]
     return subprocess.run(
         [*command, sys.executable, "-m", "midflight", *arguments], capture_output=True, text=True, timeout=240
@@ -42,7 +42,7 @@ def run_in_mount(directory: Path, options: str, *arguments: str) -> subprocess.C
         ("size=16k", "midflight: {}/runs/cpu_demo-"),
     ],
 )
-def test_the_demo_where_nothing_can_be_written_is_one_line(tmp_path: Path, options: str, message: str) -> None:
+def test_the_demo_without_write_access_is_a_one_line_error(tmp_path: Path, options: str, message: str) -> None:
     done = run_in_mount(tmp_path, options, "demo", "eval.num_problems=0")
     assert done.returncode == 2, done.stderr
     _, _, errors = done.stderr.partition("ESS: 1 is on-policy\n\n")
@@ -55,18 +55,18 @@ def test_the_demo_where_nothing_can_be_written_is_one_line(tmp_path: Path, optio
 @pytest.mark.parametrize(
     ("options", "reason"), [("ro", "Read-only file system"), ("size=100k", "No space left on device")]
 )
-def test_a_project_that_cannot_be_written_is_one_line(tmp_path: Path, options: str, reason: str) -> None:
+def test_a_project_without_write_access_is_a_one_line_error(tmp_path: Path, options: str, reason: str) -> None:
     done = run_in_mount(tmp_path, options, "new", "mine")
     assert (done.returncode, done.stderr) == (2, f"midflight: cannot write to mine: {reason}\n")
 
 
-@pytest.mark.parametrize("taken", ["a file", "a directory"])
-def test_a_project_in_a_place_that_is_taken_is_one_line(
+@pytest.mark.parametrize("taken", ["file", "directory"])
+def test_a_project_in_a_taken_place_is_a_one_line_error(
     tmp_path: Path, taken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "mine"
-    (place if taken == "a file" else place / "thesis").parent.mkdir(exist_ok=True)
-    (place if taken == "a file" else place / "thesis").write_text("precious")
+    (place if taken == "file" else place / "thesis").parent.mkdir(exist_ok=True)
+    (place if taken == "file" else place / "thesis").write_text("precious")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["midflight", "new", str(place)])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""The examples that users start from: what they compute, and a short run of both together."""
+"""Examples of a task and a loss: their results, and a short run with both."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_task_holds_problems_out_and_names_a_wrong_option() -> None:
 
 
 def test_the_loss_tapers_bad_tokens_only() -> None:
-    """Ratios 2 and 1/2, with advantages +1 and -1: only a bad token that grew rare weighs less."""
+    """With ratios 2 and 1/2 and advantages +1 and -1, only the bad token with ratio 1/2 has a smaller weight."""
     ratios = [2.0, 0.5, 2.0, 0.5]
     policy = torch.full((4,), -1.0, requires_grad=True)
     behavior = torch.tensor([-1.0 - math.log(ratio) for ratio in ratios])

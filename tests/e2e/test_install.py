@@ -1,4 +1,4 @@
-"""The wheel as a user gets it: installed apart from the repository, run in an empty folder, without a network."""
+"""Wheel installed outside the repository and run in an empty directory, without a network."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=
 
 @dataclass(frozen=True)
 class Installed:
-    """A directory that holds the wheel's files, and nothing of this repository."""
+    """Directory with the files of the wheel, and none of this repository."""
 
     site: Path
 
     def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run a command with the installed midflight, ahead of the one that these tests belong to."""
+        """Run a command with the installed midflight instead of the midflight under test."""
         environment = os.environ | {"PYTHONPATH": str(self.site), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def test_documented_commands_pass_their_checks(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", STARTING_PAGES, ids=lambda page: page.parent.name)
-def test_every_command_for_beginners_is_one(page: Path) -> None:
+def test_commands_for_beginners_parse(page: Path) -> None:
     lines = re.findall(r"^ *midflight .+", page.read_text(), re.MULTILINE)
     assert lines
     group = typer.main.get_group(cli.app)
@@ -87,7 +87,7 @@ def test_every_command_for_beginners_is_one(page: Path) -> None:
                 load_recipe(name / recipe, parsed.params["overrides"] or [])
 
 
-def test_the_page_for_beginners_shows_the_task_of_a_new_project() -> None:
+def test_the_first_page_shows_the_project_template() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", STARTING_PAGES[0].read_text(), re.DOTALL)
     assert block == (TEMPLATE / "digit_sums.py").read_text()
 

@@ -1,4 +1,4 @@
-"""The README stays short, its task trains, and the commands and files that the pages for people name exist."""
+"""README and other pages: length, the task of the README, and the existence of all named commands and files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASK = ["task.type=my_task:ThreeNumbers"]
 
 @pytest.fixture
 def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the task that the README shows, as my_task.py."""
+    """Return a working directory with the task of the README as my_task.py."""
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "my_task.py").write_text(block)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The documentation builds as a site with every link checked, and needs no other host."""
+"""Documentation site: builds with every link checked, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 pytestmark = pytest.mark.slow
 
-# What a browser fetches by itself; links that a reader follows may lead anywhere.
+# Resources that a browser fetches without a click; links may lead to other hosts.
 FETCHED = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="?(https?:[^"\s>]+)|<link[^>]*\shref="?(https?:[^"\s>]+)')
 
 

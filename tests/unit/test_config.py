@@ -39,7 +39,7 @@ def test_a_file_hides_the_shipped_recipe_of_its_name(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(recipe_file.rename(tmp_path / "cpu_demo").parent)
-    assert load_recipe(Path("cpu_demo")).schedule.num_in_flight == 48
+    assert instance(load_recipe(Path("cpu_demo")).schedule, PipelineConfig).num_in_flight == 48
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones() -> None:

@@ -212,7 +212,7 @@ def test_abort_while_paused_returns_waiting_requests(server: Server, client: HTT
     assert server.driver.num_in_flight == 0
 
 
-class Hooked(dict):  # type: ignore[type-arg]
+class Hooked(dict[str, torch.Tensor]):
     """Weights that call `hook` when the first tensor is packed, which starts the transfer."""
 
     def __init__(self, weights: dict[str, torch.Tensor], hook: Callable[[], object]) -> None:

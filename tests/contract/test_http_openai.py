@@ -245,7 +245,8 @@ def scored_in_process(prompt: list[int], temperature: float = 1.0) -> list[float
     engine.add([GenerationRequest(RolloutId(0), np.array(prompt, np.int32), sampling, 0, score_prompt=True)])
     while not (completions := engine.step()):
         pass
-    return present(completions[0].prompt).logprobs.tolist()
+    logprobs: list[float] = present(completions[0].prompt).logprobs.tolist()
+    return logprobs
 
 
 def test_echo_scores_prompts(client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -53,7 +53,8 @@ def trainer_logprobs(model: Any, token_ids: np.ndarray, temperature: float = 0.7
     (microbatch,) = pack([trajectory], 1000)
     model.set_attn_implementation(PACKED_ATTENTION)
     with torch.no_grad():
-        return PackedPolicy(model, temperature)(microbatch)[0].logprobs.numpy()
+        logprobs: np.ndarray = PackedPolicy(model, temperature)(microbatch)[0].logprobs.numpy()
+    return logprobs
 
 
 def run_to_end(engine: Engine) -> dict[int, Completion]:

@@ -309,7 +309,7 @@ class Run:
         self.process.terminate()
         self.process.wait(TIMEOUT_S)
         assert self.process.returncode == 130, "".join(self.said)
-        summary = json.loads(self.directory.summary.read_text())
+        summary: dict[str, object] = json.loads(self.directory.summary.read_text())
         check_accounts(self.directory, summary)
         return summary
 

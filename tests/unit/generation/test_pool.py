@@ -434,7 +434,7 @@ def test_weights_that_no_member_would_take_end_the_run() -> None:
     engine.update_weights = refuse  # type: ignore[method-assign]
     with pytest.raises(NonFiniteWeightsError, match="x has NaN"):
         controls.pool.update_weights(3, {})
-    assert (controls.pool.names, controls.pool.weight_version) == ({"e0"}, 0)
+    assert (controls.pool.names, controls.pool.weight_version) == (frozenset({"e0"}), 0)
     with pytest.raises(WeightUpdateError, match="version 2 is older than version 3, which was sent"):
         controls.pool.update_weights(2, {})
 

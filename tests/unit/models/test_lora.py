@@ -22,7 +22,8 @@ TOKEN_IDS = torch.arange(3, 30)[None]
 
 def logits(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(TOKEN_IDS).logits
+        found: Tensor = model(TOKEN_IDS).logits
+    return found
 
 
 @pytest.mark.parametrize("targets", [None, ("down_proj", "q_proj"), ("c_attn",)])

@@ -55,9 +55,9 @@ def test_long_responses_are_in_flight_for_longer() -> None:
 def test_pauses_slow_generation_down_and_leave_lag_as_it_is() -> None:
     # Two engines with four in flight: 80 tokens in 40; on two GPUs a step takes 1 + 20.
     free, paused = pipeline(FLAT, 4, 2), pipeline(replace(FLAT, update_pause=6.0, handover_pause=4.0), 4, 2)
-    assert (free.period, paused.period) == (pytest.approx(40), pytest.approx(50))
+    assert (free.period, paused.period) == pytest.approx((40, 50))
     assert free.in_flight_steps == pytest.approx(paused.in_flight_steps) == pytest.approx(1)
-    assert (free.trainer_share, paused.trainer_share) == (pytest.approx(21 / 40), pytest.approx(21 / 50))
+    assert (free.trainer_share, paused.trainer_share) == pytest.approx((21 / 40, 21 / 50))
     assert paused.max_lag == 2
 
 

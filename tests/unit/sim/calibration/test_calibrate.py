@@ -79,7 +79,8 @@ def test_a_turn_lasts_until_the_next_one_without_what_is_counted_elsewhere() -> 
 
 def test_a_step_that_only_goes_on_with_an_update_is_no_turn() -> None:
     (iteration,) = iterations_of([decode(0, 0, 1), decode(2, 3, 1), decode(4, 3, 1)])
-    assert (iteration.num_seqs, iteration.seconds, iteration.num_new) == (3, pytest.approx(2e-3), 3)
+    assert (iteration.num_seqs, iteration.num_new) == (3, 3)
+    assert iteration.seconds == pytest.approx(2e-3)
 
 
 def test_rows_without_a_token_are_counted() -> None:
@@ -160,9 +161,10 @@ def test_training_is_a_time_per_step_and_one_per_token_with_a_gradient() -> None
 
 def test_no_cost_is_below_zero() -> None:
     falling = fit_training([line([10], 10, 0.3), line([20], 20, 0.2), line([30], 30, 0.1)])
-    assert (falling.time_per_step, falling.time_per_token) == (pytest.approx(0.2), 0.0)
+    assert falling.time_per_step == pytest.approx(0.2)
+    assert falling.time_per_token == 0.0
     steep = fit_training([line([10], 10, 0.01), line([20], 20, 0.2)])
-    assert (steep.time_per_step, steep.time_per_token) == (pytest.approx(0.0), pytest.approx(0.105 / 15))
+    assert (steep.time_per_step, steep.time_per_token) == pytest.approx((0.0, 0.105 / 15))
     nothing = fit_training([line([10], 0, 0.1), line([20], 0, 0.1)])
     assert (nothing.time_per_token, nothing.without_gradient_fraction) == (0.0, 1.0)
     with pytest.raises(BenchmarkError, match="only 1 optimizer steps"):

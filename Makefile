@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files go to the next free process in the order of their names: long ones (e2e, equivalence) before short ones (unit).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast faults soak test-deepspeed lint types base docs recording figures algorithms planner-figures clean
+.PHONY: demo test test-fast faults soak test-deepspeed lint types base docs recording figures algorithms \
+	planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)

@@ -1,8 +1,8 @@
-"""A policy loss and everything that may be added to any of them, so that no loss can ignore it.
+"""The objective: a policy loss plus the terms that apply to every loss, so that no loss can ignore them.
 
     policy loss + kl_coefficient * KL(pi || reference) - entropy_coefficient * entropy + value_coefficient * value loss
 
-with the masks of off-policy tokens in the weights of all terms but the value's.
+The masks of off-policy tokens enter the weights of all terms except the value loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RatioRange = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of a recipe: `objective(inputs)` is the sum above. What is None or 0 is not there."""
+    """The loss of a recipe: `objective(inputs)` is the sum above. A setting of None or 0 leaves its term out."""
 
     policy_loss: Loss
     denominator: str = "tokens"  # see denominators.py
@@ -34,7 +34,7 @@ class Objective:
     kl_estimator: str = "k3"
     kl_unbiased: bool = True
     entropy_coefficient: float = 0.0
-    gae_lambda: float | None = None  # None: no value function, advantages come with the batch
+    gae_lambda: float | None = None  # None: no value function, the batch has the advantages
     value_coefficient: float = 0.0
     value_clip: float = 0.2
     proximal_every: int | None = None  # optimizer steps; None: no proximal policy
@@ -44,7 +44,7 @@ class Objective:
         return self.gae_lambda is not None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Shapes: see LossInputs -> loss []."""
+        """Total loss and metrics per token. Shapes: see LossInputs -> loss []."""
         allowed = self._allowed(inputs)
         masked = inputs if allowed is None else dataclasses.replace(
             inputs, token_weights=inputs.token_weights * allowed

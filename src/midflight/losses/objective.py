@@ -67,11 +67,12 @@ class Objective:
         return LossOutput(loss, metrics)
 
     def kl_reference(self, inputs: LossInputs) -> Tensor:
-        """KL(pi || reference) per token, [M]: the estimator, by default times min(c, pi/mu).
+        """KL(pi || reference) per token, [M]: the estimator, by default times the weight min(c, pi/mu).
 
-        Tokens were sampled by mu, not by pi. With the ratio the mean gradient is that of the KL: for k1 and k3 the
-        ratio is differentiated, too, and their mean is the KL itself; for k2 it must not be. Without it (GRPO)
-        on-policy k1 has no gradient on average, k2 the right one and k3 that of KL(reference || pi).
+        Tokens are sampled by mu, not by pi. With the weight, the mean gradient equals the gradient of the KL. For k1
+        and k3 the weight is differentiated, too, and the mean of the estimator equals the KL. For k2 the weight must be
+        constant. Without the weight (GRPO), the mean gradients on-policy are zero for k1, the gradient of the KL for k2
+        and the gradient of KL(reference || pi) for k3.
 
         Source: DeepSeek-V3.2 (2025), eq. 7.
         """
@@ -83,9 +84,9 @@ class Objective:
         return (ratio.detach() if self.kl_estimator == "k2" else ratio) * estimate
 
     def _allowed(self, inputs: LossInputs) -> Tensor | None:
-        """1 where neither mask leaves the token out, else 0, [M]; None if there is no mask.
+        """1 for tokens that every mask allows, else 0, [M]; None if there is no mask.
 
-        A token that is left out has no term in the loss; in a ratio of its whole sequence it still counts.
+        A masked token has no term in the loss, but still counts in the mean ratio of its sequence.
 
         Source: IcePop (Ling team 2025) for tokens; geometric mean for sequences as in GSPO.
         """

@@ -146,9 +146,9 @@ def masked_attention(
 
 
 def register_packed_attention() -> str:
-    """Make `packed_attention` known to transformers; return the name to load models with.
+    """Register `packed_attention` with transformers; return its name, for loading models.
 
-    transformers imports its model code here, which takes seconds. Processes that build no such model never call this.
+    transformers imports its model code here, which takes seconds. Processes without such a model never call this.
     """
     from transformers import AttentionInterface
 

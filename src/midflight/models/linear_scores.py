@@ -59,7 +59,7 @@ class LinearScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_M: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of a logit: its token's gradient times (1 for the token's own logit, else 0, - probability)."""
+        """Gradient of the logits: the gradient of each token times (one-hot of the token - probabilities)."""
         hidden_MD, weight_VD, bias_V, token_ids_M, log_sums_M = ctx.saved_tensors
         grad_logprobs_M, _ = grads_M
         # The logits are overwritten, so a second backward pass must recompute them.

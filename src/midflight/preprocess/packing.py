@@ -98,7 +98,7 @@ def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
 def _place(trajectories: Sequence[Trajectory]) -> list[_Placed]:
     """Place trajectories in order; a prompt that is already in the microbatch is shared.
 
-    The prompt is everything before the first token that carries loss.
+    The prompt is the part before the first token that carries loss.
     """
     placed: list[_Placed] = []
     prompt_starts: dict[bytes, int] = {}

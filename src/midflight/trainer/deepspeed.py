@@ -58,7 +58,7 @@ class DeepSpeedTrainer(SingleProcessTrainer):
         self._has_gradients = False
 
     def init(self, rank: int) -> None:
-        """Load the model and announce the weights it will publish."""
+        """Load the model and announce the specs of its published weights."""
         super().init(rank)
         self._published = dict(self.model.named_parameters())
         # With ZeRO-3 a rank's parameters are empty between uses.

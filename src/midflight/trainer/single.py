@@ -68,7 +68,7 @@ class SingleProcessTrainer:
         self._proximal: dict[str, Tensor] | None = None
 
     def init(self, rank: int) -> None:
-        """Load the model and announce the weights it will publish."""
+        """Load the model and announce the specs of its published weights."""
         self._rank = rank
         self._tokenizer = load_tokenizer(self._model_path)
         self._policy = self._build_policy()

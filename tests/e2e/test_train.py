@@ -157,7 +157,7 @@ def test_a_run_that_blows_up_ends_and_says_so(tmp_path: Path) -> None:
     done = midflight("train", RECIPE, f"run.directory={run}", *SMALL, *blow_up, expect=1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("midflight: ")
-    assert "not finite" in last or "no numbers" in last
+    assert "not finite" in last
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_after"] is None
     groups = summary["groups"]

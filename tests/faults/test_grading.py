@@ -125,7 +125,7 @@ def test_a_grading_process_killed_before_it_is_ready_is_started_again(tmp_path: 
 def test_an_environment_that_cannot_be_made_ends_the_run_and_says_why() -> None:
     with (
         GradingPool(functools.partial(ObedientEnvironment, error="no data set"), 2, TIMEOUT_S) as pool,
-        pytest.raises(RolloutError, match="the environment cannot be made in a process that grades: ValueError: no da"),
+        pytest.raises(RolloutError, match="a grading process cannot make the environment: ValueError: no da"),
     ):
         pool.wait_until_ready(TIMEOUT_S)
 
@@ -142,7 +142,7 @@ def test_an_environment_that_is_never_made_ends_the_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(grading_pool, "_START_TIMEOUT_S", 1.0)
     with (
         GradingPool(functools.partial(time.sleep, 1000), 1, TIMEOUT_S) as pool,
-        pytest.raises(RolloutError, match="could not be made in 1 s"),
+        pytest.raises(RolloutError, match="took longer than 1 s to make the environment"),
     ):
         pool.wait_until_ready(TIMEOUT_S)
 

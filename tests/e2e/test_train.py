@@ -265,10 +265,10 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
         ),
         ((RECIPE, "task.options.min_terms=1"), "min_terms = 1"),
         ((RECIPE, "task.options.colour=1"), "task.options: "),
-        ((RECIPE, "task.type=midflight.testing.fakes:CountingEnvironment"), "'-1': it has no -"),
+        ((RECIPE, "task.type=midflight.testing.fakes:CountingEnvironment"), "it has no token for -"),
         (
             (RECIPE, "task.type=pathlib:Path"),
-            "'pathlib:Path' is no Environment: it has no problem, no held_out_problems, no grade",
+            "'pathlib:Path' does not implement Environment: it lacks problem, held_out_problems, grade",
         ),
         (
             (RECIPE, "task.type=obedient_environment:ObedientEnvironment", "task.options.error=no data"),

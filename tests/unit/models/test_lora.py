@@ -69,5 +69,5 @@ def test_error_without_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("key", ["lora_alpha=8", 'lora_targets=["q_proj"]'])
 def test_adapter_options_need_a_rank(key: str) -> None:
     name = key.partition("=")[0]
-    with pytest.raises(RecipeError, match=rf"{name} is of LoRA adapters, and lora_rank is not set"):
+    with pytest.raises(RecipeError, match=rf"{name} needs LoRA adapters, but lora_rank is not set"):
         load_recipe(RECIPE, [f"trainer.{key}"])

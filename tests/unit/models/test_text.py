@@ -86,7 +86,7 @@ def test_model_without_stop_tokens_or_with_too_many_is_rejected(model: Path, ids
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         values = json.loads((model / name).read_text()) | {"eos_token_id": ids, "eos_token": None}
         (model / name).write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=f"{len(ids)} end-of-sequence tokens; a response needs one to end"):
+    with pytest.raises(ModelError, match=f"{len(ids)} end-of-sequence tokens; the engine needs at least 1"):
         check_evaluation(load_recipe(RECIPE, [f"model.path={model}"]))
 
 

@@ -95,7 +95,7 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
     warnings = [line for line in done.stderr.splitlines() if "answers to held-out" in line]
     assert len(warnings) == 2
     for warning in warnings:
-        assert warning.startswith("8 answers to held-out problems could not be graded; the last: ")
+        assert warning.startswith("8 responses to held-out problems could not be graded; the last reason: ")
 
 
 def test_a_verifier_that_never_works_ends_the_run_with_one_line(tmp_path: Path) -> None:

@@ -79,9 +79,11 @@ def _train(run: RunDirectory | None, recipe: Recipe, as_json: bool) -> dict[str,
 def evaluate(
     recipe_path: RecipeArgument,
     overrides: Overrides = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="a model directory; default: the recipe's model")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="model directory to evaluate; default: the recipe's model")
+    ] = None,
 ) -> None:
-    """Accuracy of a checkpoint on held-out problems, as JSON."""
+    """Measure the accuracy of a model on held-out problems, and print it as JSON."""
     from dataclasses import asdict
 
     from midflight.launch.build import check_evaluation
@@ -98,10 +100,10 @@ def serve(
     recipe_path: RecipeArgument,
     overrides: Overrides = None,
     join: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="generate for this run, whose engine.type is http")
+        Path | None, typer.Option(metavar="RUN_DIR", help="generate for this run, which has engine.type = http")
     ] = None,
 ) -> None:
-    """Serve the model over HTTP: OpenAI's API, token ids and weight versions, in-flight weight updates."""
+    """Serve the model over HTTP: OpenAI's API, plus token ids, weight versions and in-flight weight updates."""
     from midflight.run.engine_registry import Registration
     from midflight.run.serve import serve_model
 

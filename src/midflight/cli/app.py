@@ -1,7 +1,8 @@
 """Reinforcement learning for language models, with weights updated in flight.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 success, 1 the run failed, 2 wrong input, 130 interrupted
-(the run can be resumed).
+Results go to stdout, everything else to stderr.
+
+Exit codes: 0 success, 1 failed run, 2 wrong input, 130 interrupted run, which can be resumed.
 """
 
 from __future__ import annotations

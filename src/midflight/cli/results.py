@@ -58,8 +58,9 @@ def compare(
 ) -> None:
     """Train with several schedules or losses, one after another, on the same problems, and compare the runs.
 
-    For comparable times, nothing else should run on the machine. A KEY of another section is written SECTION.KEY, as in
-    --losses dapo,ppo:advantage.type=value.
+    For comparable times, nothing else should run on the machine.
+
+    Write a KEY of another section as SECTION.KEY: --losses dapo,ppo:advantage.type=value.
     """
     from midflight.experiments.compare import plan_comparison, run_comparison
     from midflight.experiments.comparison_rows import comparison_table

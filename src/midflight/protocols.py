@@ -111,7 +111,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids. A special token written in the text becomes one token, with either `add_special_tokens`."""
+        """Return token ids. A special token in the text becomes one token for both values of `add_special_tokens`."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
@@ -232,7 +232,7 @@ class Generator(Protocol):
         """Adopt these weights now or within the next steps (`update_pending`), without aborting any request.
 
         Raises: WeightUpdateError if a name, shape or dtype does not fit, a value is not finite, the version is older
-        than the current one with requests in flight, or another update is pending; the old weights keep serving.
+        than the current one while requests are in flight, or another update is pending; the old weights keep serving.
         """
         ...
 

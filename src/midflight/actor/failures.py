@@ -41,7 +41,7 @@ def log_once(error: BaseException) -> None:
 
 
 def count_failure(counts: dict[str, int], reason: str) -> None:
-    """Add one to the reason's count. Errors of one type at one place count as one reason, whatever their texts."""
+    """Add one to the reason's count. Errors of one type at one place count as one reason; their texts may differ."""
     kind = _kind(reason)
     known = next((other for other in counts if _kind(other) == kind), reason)
     if known not in counts and len(counts) >= _MAX_REASONS:

@@ -18,11 +18,11 @@ from midflight.actor.failures import reason_of
 from midflight.config.section import OWN_TYPE, OwnSection, Section
 from midflight.errors import MidflightError, RecipeError
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True, slots=True)
-class Joint(Generic[Made]):
+class Joint(Generic[Built]):
     """One key of a recipe that names an implementation.
 
     An implementation gets its options as keyword arguments, and every offered argument that it has a parameter for. A
@@ -41,9 +41,9 @@ class Joint(Generic[Made]):
 
         Raises: RecipeError if it cannot be imported, lacks a member of the protocol or does not take the options.
         """
-        found = self._find(name)
+        target = self._find(name)
         try:
-            signature = inspect.signature(found)
+            signature = inspect.signature(target)
             takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in signature.parameters.values())
             takes_all &= self.protocol is not None
             taken = {key: value for key, value in offered.items() if takes_all or key in signature.parameters}
@@ -51,15 +51,15 @@ class Joint(Generic[Made]):
         except (TypeError, ValueError) as error:
             section = self.key.removesuffix(".type")
             raise RecipeError(f"{section}.options: {name}: {error}") from error
-        return functools.partial(found, **taken | dict(options))
+        return functools.partial(target, **taken | dict(options))
 
-    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Made:
-        """Return an object made by the implementation. Raises: RecipeError, or whatever the constructor raises."""
-        made: Made = self.bind(name, offered, options)()
-        self._check_members(name, made)
-        return made
+    def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Built:
+        """Return an object made by the implementation. Raises: RecipeError, or any error of the constructor."""
+        built: Built = self.bind(name, offered, options)()
+        self._check_members(name, built)
+        return built
 
-    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Made:
+    def try_to_make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Built:
         """Same as `make`, with every error of the constructor as a RecipeError. Raises: RecipeError."""
         with users_code(f"{self.key}: {name}, the constructor"):
             return self.make(name, offered, options)
@@ -70,44 +70,44 @@ class Joint(Generic[Made]):
         if not colon:
             raise RecipeError(f"{self.key}: there is no {name!r}; known are {', '.join([*self.known, OWN_TYPE])}")
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+            target: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise RecipeError(f"{self.key}: cannot import {path!r}: {error}") from error
         except Exception as error:
             raise RecipeError(f"{self.key}: cannot import {path!r}: {reason_of(error)}") from error
-        if not callable(found):
-            raise RecipeError(f"{self.key}: {path!r} is of type {type(found).__name__}, not a class or function")
-        if isinstance(found, type):
-            self._check_members(path, found)
-        return found
+        if not callable(target):
+            raise RecipeError(f"{self.key}: {path!r} is of type {type(target).__name__}, not a class or function")
+        if isinstance(target, type):
+            self._check_members(path, target)
+        return target
 
-    def _check_members(self, name: str, found: Any) -> None:
-        protocol = self._protocol_of(found)
+    def _check_members(self, name: str, target: Any) -> None:
+        protocol = self._protocol_of(target)
         if protocol is None:
             return
-        missing = [member for member in members_of(protocol) if not hasattr(found, member)]
-        if isinstance(found, type):
-            missing = [member for member in missing if not _is_set_later(found, member)]
+        missing = [member for member in members_of(protocol) if not hasattr(target, member)]
+        if isinstance(target, type):
+            missing = [member for member in missing if not _is_set_later(target, member)]
         if missing:
             noun = (self.other_protocol or protocol).__name__
             raise RecipeError(f"{self.key}: {name!r} does not implement {noun}: it lacks {', '.join(missing)}")
 
-    def _protocol_of(self, found: Any) -> type | None:
+    def _protocol_of(self, target: Any) -> type | None:
         if self.protocol is None or self.other_protocol is None:
             return self.protocol
         only_other = set(members_of(self.other_protocol)) - set(members_of(self.protocol))
-        return self.other_protocol if any(hasattr(found, member) for member in only_other) else self.protocol
+        return self.other_protocol if any(hasattr(target, member) for member in only_other) else self.protocol
 
 
 @contextlib.contextmanager
-def users_code(what: str) -> Iterator[None]:
+def users_code(context: str) -> Iterator[None]:
     """Turn every error of the user's code into a RecipeError that names the place in the code."""
     try:
         yield
     except MidflightError:
         raise
     except Exception as error:
-        raise RecipeError(f"{what}: {reason_of(error)}") from error
+        raise RecipeError(f"{context}: {reason_of(error)}") from error
 
 
 def members_of(protocol: type) -> list[str]:
@@ -132,10 +132,10 @@ def keys_of(section: Section) -> dict[str, Any]:
     return {key: value for key, value in section if key not in ("type", "options")}
 
 
-def _is_set_later(found: type, member: str) -> bool:
+def _is_set_later(target: type, member: str) -> bool:
     """True if instances have an attribute that their class lacks: declared, assigned in `__init__` or delegated."""
-    for base in found.__mro__:
+    for base in target.__mro__:
         constructor = getattr(vars(base).get("__init__"), "__code__", None)
         if member in inspect.get_annotations(base) or (constructor and member in constructor.co_names):
             return True
-    return hasattr(found, "__getattr__")
+    return hasattr(target, "__getattr__")

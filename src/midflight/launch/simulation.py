@@ -53,8 +53,8 @@ def build_run(scenario: Scenario) -> SimulatedRun:
 
 def _in_rl_steps(scenario: Scenario, num_steps: int) -> int:
     """Round up to whole RL steps, so that a period generates and trains the same tokens."""
-    whole = scenario.schedule.steps_per_rl_step if isinstance(scenario.schedule, ConventionalConfig) else 1
-    return -(-num_steps // whole) * whole
+    steps_per_rl_step = scenario.schedule.steps_per_rl_step if isinstance(scenario.schedule, ConventionalConfig) else 1
+    return -(-num_steps // steps_per_rl_step) * steps_per_rl_step
 
 
 def _check_in_flight(scenario: Scenario, cost: StepCost) -> None:

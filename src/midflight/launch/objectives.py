@@ -13,7 +13,7 @@ LOSSES: Joint[Loss] = Joint("loss.type", {name: f"midflight.losses.{name}:{name}
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """Return the objective. Raises: RecipeError if the user's own loss cannot be imported or called."""
+    """Return the objective. Raises: RecipeError if the user's own loss is missing or does not take its options."""
     loss, advantage = recipe.loss, recipe.advantage
     values = advantage if isinstance(advantage, ValueAdvantageConfig) else None
     return Objective(

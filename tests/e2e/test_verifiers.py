@@ -92,7 +92,7 @@ def test_a_verifier_that_sometimes_fails_costs_those_groups_and_the_log_says_why
     for when in ("eval_before", "eval_after"):
         assert summary[when]["num_problems"] == 24
         assert 0 < summary[when]["sampled_accuracy"] < 1
-    warnings = [line for line in done.stderr.splitlines() if "answers to held-out" in line]
+    warnings = [line for line in done.stderr.splitlines() if "responses to held-out" in line]
     assert len(warnings) == 2
     for warning in warnings:
         assert warning.startswith("8 responses to held-out problems could not be graded; the last reason: ")

@@ -83,7 +83,7 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
     notes = plan_scenario(scenario, Goal(max_lag=20), "corrected").notes
     assert len(notes) == 2
     assert "the slowest of their group of 8" in notes[0]
-    assert "engines that fail" in notes[1]
+    assert "failures of engines" in notes[1]
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def rollout(
     return Rollout(RolloutId(rollout_id), group_id, status, segments, **fields)  # type: ignore[arg-type]
 
 
-def tokens_of(each: Rollout, start: int) -> list[Segment]:
-    return segments_from(each.segments[1:], start)
+def tokens_of(item: Rollout, start: int) -> list[Segment]:
+    return segments_from(item.segments[1:], start)
 
 
 def save(buffer: PartialBuffer, rollouts: Sequence[Rollout], **state: object) -> None:
@@ -64,7 +64,7 @@ def loaded(path: Path) -> tuple[ActorState, dict[int, Rollout]]:
     with closing(PartialBuffer(path)) as buffer:
         checkpoint = buffer.load()
     assert checkpoint
-    return checkpoint.state, {each.rollout_id: each for each in checkpoint.rollouts}
+    return checkpoint.state, {item.rollout_id: item for item in checkpoint.rollouts}
 
 
 def assert_same(found: Rollout, expected: Rollout) -> None:
@@ -116,11 +116,11 @@ def test_loaded_rollouts_are_the_saved_ones(path: Path) -> None:
 
 
 def test_tokens_of_many_saves_are_joined(path: Path) -> None:
-    asked_from: list[int] = []
+    starts: list[int] = []
 
-    def new_tokens(each: Rollout, start: int) -> list[Segment]:
-        asked_from.append(start)
-        return tokens_of(each, start)
+    def new_tokens(item: Rollout, start: int) -> list[Segment]:
+        starts.append(start)
+        return tokens_of(item, start)
 
     with closing(PartialBuffer(path)) as buffer:
         for length in (0, 1, 1, 5, 17):
@@ -128,7 +128,7 @@ def test_tokens_of_many_saves_are_joined(path: Path) -> None:
         buffer.save(ActorState(), [rollout(0, 20, finish_reason=FinishReason.STOP)], new_tokens)
         graded = rollout(0, 20, RolloutStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0)
         buffer.save(ActorState(), [graded], new_tokens)
-    assert asked_from == [0, 0, 1, 1, 5, 17, 20], "each token is written once"
+    assert starts == [0, 0, 1, 1, 5, 17, 20], "each token is written once"
     assert_same(loaded(path)[1][0], graded)
 
 
@@ -138,7 +138,9 @@ def test_loaded_turns_are_the_saved_ones(path: Path) -> None:
         for num_segments in (1, 2, 3, 4):
             save(buffer, [Rollout(RolloutId(0), GroupId(0), RolloutStatus.PARTIAL, turns[:num_segments])])
             found = loaded(path)[1][0]
-            assert [each.sampled for each in found.segments] == [each.sampled for each in turns[:num_segments]]
+            assert [segment.sampled for segment in found.segments] == [
+                segment.sampled for segment in turns[:num_segments]
+            ]
             for name in ("token_ids", "logprobs", "weight_versions"):
                 for one, other in zip(found.segments, turns, strict=False):
                     np.testing.assert_array_equal(getattr(one.tokens, name), getattr(other.tokens, name))
@@ -172,10 +174,10 @@ def test_first_save_replaces_saves_of_earlier_processes(path: Path, num_saves: i
 
 
 def test_failed_save_changes_nothing_and_the_next_works(path: Path) -> None:
-    def broken(each: Rollout, start: int) -> list[Segment]:
-        if each.rollout_id == 1:
+    def broken(item: Rollout, start: int) -> list[Segment]:
+        if item.rollout_id == 1:
             raise KeyError("it has just ended")
-        return tokens_of(each, start)
+        return tokens_of(item, start)
 
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(0, 2), rollout(1, 2)], num_batches=1)
@@ -192,7 +194,7 @@ def test_file_size_does_not_grow_with_the_number_of_saves(path: Path) -> None:
     """Save eight rollouts of up to 200 tokens 3000 times."""
 
     def size() -> int:
-        return sum(each.stat().st_size for each in path.parent.iterdir())
+        return sum(file.stat().st_size for file in path.parent.iterdir())
 
     def in_flight(at: int) -> list[Rollout]:
         return [rollout(lane + 8 * ((at + 25 * lane) // 200), (at + 25 * lane) % 200) for lane in range(8)]
@@ -248,8 +250,8 @@ def consistent(path: Path) -> int:
     """Return the number of the loaded save; every part of the file must belong to this save."""
     state, rollouts = loaded(path)
     step = state.num_updates
-    assert state.generated_tokens == sum(len(each.generated) for each in rollouts.values())
-    assert [*rollouts] == [each.rollout_id for each in rollouts_at(step)]
+    assert state.generated_tokens == sum(len(item.generated) for item in rollouts.values())
+    assert [*rollouts] == [item.rollout_id for item in rollouts_at(step)]
     for expected in rollouts_at(step):
         assert_same(rollouts[expected.rollout_id], replace(expected, status=RolloutStatus.PARTIAL))
     return step
@@ -267,7 +269,7 @@ def save_for_ever(buffer: PartialBuffer) -> None:
     while True:
         step += 1
         rollouts = rollouts_at(step)
-        generated = sum(len(each.generated) for each in rollouts)
+        generated = sum(len(item.generated) for item in rollouts)
         save(buffer, rollouts, num_updates=step, generated_tokens=generated)
         print(step, flush=True)
 
@@ -298,7 +300,7 @@ def test_full_disk_is_one_line_and_keeps_the_last_save(path: Path) -> None:
     assert consistent(path) == int(steps[-1])
     with closing(PartialBuffer(path)) as buffer:  # there is room again
         rollouts = rollouts_at(7)
-        save(buffer, rollouts, num_updates=7, generated_tokens=sum(len(each.generated) for each in rollouts))
+        save(buffer, rollouts, num_updates=7, generated_tokens=sum(len(item.generated) for item in rollouts))
     assert consistent(path) == 7
 
 

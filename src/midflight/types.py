@@ -1,7 +1,7 @@
-"""The nouns: what travels from the dataset to the weights, and who fills which field.
+"""The nouns: every record on the way from the dataset to the weights, and who fills which field.
 
-Every `[T]` array is indexed by token: entry `t` is about token `t` itself. Positions that were not sampled
-(prompts, text an environment added) carry `loss_mask[t] == False`; logprobs, versions and advantages are zero there.
+Every `[T]` array is indexed by token: entry `t` describes token `t` itself. Positions that were not sampled (prompts,
+text of an environment) have `loss_mask[t] == False`; their logprobs, versions and advantages are zero.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ GroupId = NewType("GroupId", int)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a dataset: what is asked and what would be right."""
+    """One row of a dataset: a question and its right answer."""
 
     problem_id: str
     prompt: str
     answer: str
-    difficulty: int = 0  # on the environment's own scale; evaluations report accuracy by it
+    difficulty: int = 0  # on the environment's own scale; evaluations report accuracy by difficulty
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What an environment thinks of one response; `components` add up to whatever the environment likes to log."""
+    """An environment's verdict on one response; `components` are values that the environment wants logged."""
 
     reward: float
     components: dict[str, float] = field(default_factory=dict)
 
 
-Message = dict[str, str]  # of a conversation: role and content
+Message = dict[str, str]  # one message of a conversation: role and content
 Text = str | list[Message]
 
 
 @dataclass(frozen=True, slots=True)
 class GradedResponse:
-    """An environment's answer to one response: a grade, or the text of the next turn, or why there is neither."""
+    """An environment's answer to one response: a grade, the text of the next turn, or the reason for a failure."""
 
     rollout_id: RolloutId
     grade: Grade | None
@@ -59,16 +59,17 @@ class GradedResponse:
 # --- generation -------------------------------------------------------------------------------------------------
 
 
-# The lowest and highest temperature but 0: outside, logits divided by it leave what a float32 can tell apart.
+# The lowest and highest temperature other than 0. Beyond them, logits divided by the temperature leave the range in
+# which float32 can tell them apart.
 TEMPERATURES = (0.001, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature == 0` is greedy; `max_tokens` counts response tokens.
+    """Parameters of token sampling. `temperature == 0` is greedy; `max_tokens` counts response tokens.
 
-    After the temperature: the `top_k` likeliest tokens (0: all), then the fewest of them whose probability adds up to
-    `top_p`, then those at least `min_p` times as likely as the likeliest.
+    After the temperature, three filters apply in turn: the `top_k` likeliest tokens (0: all), the fewest tokens whose
+    probabilities add up to `top_p`, and the tokens at least `min_p` times as likely as the likeliest one.
     """
 
     max_tokens: int
@@ -87,14 +88,14 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate. `generated` is what an earlier, interrupted attempt already sampled.
+    """One sequence to generate. `generated` holds the tokens that an earlier, interrupted attempt already sampled.
 
-    The prompt of a later turn is everything before it, with `first_position` sampled tokens.
+    The prompt of a later turn holds all earlier turns, among them `first_position` sampled tokens.
 
-    `score_prompt`: the completion says how likely the prompt's tokens were; then `max_tokens` may be 0.
+    With `score_prompt`, the completion has the prompt's log-probabilities, and `max_tokens` may be 0.
 
-    The random numbers depend on (`seed`, `rollout_id`, position) only, so an interrupted request goes on as if
-    nothing had happened.
+    Random numbers depend on (`seed`, `rollout_id`, position) only. An interrupted and resumed request therefore samples
+    the same tokens as an uninterrupted one.
     """
 
     rollout_id: RolloutId
@@ -103,13 +104,13 @@ class GenerationRequest:
     seed: int
     generated: GeneratedTokens | None = None
     score_prompt: bool = False
-    first_position: int = 0  # of the first token to sample, among all sampled tokens of the rollout
-    prompt_version: int = 0  # newest weights that sampled a token of the prompt
+    first_position: int = 0  # position of the first token to sample, among all sampled tokens of the rollout
+    prompt_version: int = 0  # newest weight version that sampled a token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """Sampled tokens with the log-probability and the weight version each was sampled with; all `[T]`."""
+    """Sampled tokens, with the log-probability and the weight version of each; all `[T]`."""
 
     token_ids: Int32Array
     logprobs: Float32Array  # nats, under the sampling distribution
@@ -121,7 +122,7 @@ class GeneratedTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[GeneratedTokens]) -> GeneratedTokens:
-        """All tokens of the parts, in order."""
+        """Concatenation of the parts, in order."""
         if len(parts) == 1:
             return parts[0]
         parts = [cls.none(), *parts]
@@ -135,20 +136,20 @@ class GeneratedTokens:
         return len(self.token_ids)
 
     def part(self, start: int, stop: int | None = None) -> GeneratedTokens:
-        """Tokens `start` to `stop`, as views."""
+        """Tokens `start` to `stop`, as views of these arrays."""
         part = slice(start, stop)
         return GeneratedTokens(self.token_ids[part], self.logprobs[part], self.weight_versions[part])
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one GenerationRequest: all its generated tokens, resumed ones included."""
+    """Result of one GenerationRequest: all its generated tokens, including those of earlier attempts."""
 
     rollout_id: RolloutId
     generated: GeneratedTokens
     finish_reason: FinishReason
-    # The prompt's tokens if `score_prompt` was asked for and they all were scored, by one version of the weights. NaN
-    # for the first, which nothing comes before.
+    # Prompt tokens with log-probabilities, if `score_prompt` was set and one weight version scored them all. The first
+    # token has NaN, because no token precedes it.
     prompt: GeneratedTokens | None = None
 
 
@@ -157,14 +158,14 @@ class Completion:
 
 class RolloutStatus(enum.Enum):
     RUNNING = "running"
-    PARTIAL = "partial"  # interrupted; its tokens are kept and it will go on
+    PARTIAL = "partial"  # not started or interrupted; its tokens are kept, and it is resumed later
     FINISHED = "finished"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of one turn that were sampled, or given (prompt, text of the environment): then logprobs are zero."""
+    """Tokens of one turn, sampled or given (prompt, text of the environment); given tokens have zero logprobs."""
 
     tokens: GeneratedTokens
     sampled: bool = True
@@ -182,8 +183,8 @@ class Segment:
 class Rollout:
     """One attempt at a problem. The actor creates it, the engine fills the tokens, the environment the reward.
 
-    RUNNING with a finish reason means that the turn has ended, and the environment has not answered. Given and sampled
-    segments alternate; the prompt is the first.
+    RUNNING with a finish reason means that the turn has ended and the environment has not answered yet. Given and
+    sampled segments alternate; the first segment is the prompt.
     """
 
     rollout_id: RolloutId
@@ -193,8 +194,8 @@ class Rollout:
     finish_reason: FinishReason | None = None  # of the last turn
     reward: float = 0.0
     reward_components: dict[str, float] = field(default_factory=dict)
-    failure: str = ""  # why, when FAILED
-    num_carried: int = 0  # sampled tokens it had when it was last interrupted
+    failure: str = ""  # the reason, when FAILED
+    num_carried: int = 0  # sampled tokens that the rollout had at its last interruption
 
     @property
     def prompt_token_ids(self) -> Int32Array:
@@ -202,12 +203,12 @@ class Rollout:
 
     @property
     def turns(self) -> list[GeneratedTokens]:
-        """The sampled tokens of each turn."""
+        """Sampled tokens of each turn."""
         return [segment.tokens for segment in self.segments if segment.sampled]
 
     @property
     def generated(self) -> GeneratedTokens:
-        """The sampled tokens of all turns."""
+        """Sampled tokens of all turns."""
         return GeneratedTokens.joined(self.turns)
 
     @property
@@ -221,7 +222,7 @@ class Rollout:
 
 @dataclass(slots=True)
 class RolloutGroup:
-    """All attempts at one problem. Published by the actor when the last one is done, and trained whole."""
+    """All attempts at one problem. The actor publishes the group when its last rollout is done; it is trained whole."""
 
     group_id: GroupId
     problem: Problem
@@ -238,8 +239,8 @@ class Trajectory:
     behavior_logprobs: Float32Array
     weight_versions: Int32Array
     advantages: Float32Array
-    reward: float  # what a value function learns to predict
-    first_version: int  # of the weights that sampled the first generated token, which may carry no loss
+    reward: float  # the target of a value function
+    first_version: int  # weight version of the first generated token, which may carry no loss
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -247,34 +248,34 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Several trajectories laid end to end, for one forward and backward; they never attend to each other.
+    """Several trajectories laid end to end for one forward and backward pass; they never attend to each other.
 
-    Trajectories that begin with the same prompt share one copy of it: the first has the prompt as part of its own
-    tokens, the others have `prefix_lengths[s]` tokens before their own, which stand at `prefix_starts[s]`.
+    Trajectories that begin with the same prompt share one copy. The first one has the prompt among its own tokens.
+    Each other sequence `s` is preceded by a shared prefix of `prefix_lengths[s]` tokens at `prefix_starts[s]`.
 
     Shapes: `[T]` down to `ref_logprobs`, then `[S]`; `sequence_lengths` count own tokens and sum to T.
     """
 
     token_ids: Int32Array
-    position_ids: Int32Array  # within the trajectory, its shared prefix included
+    position_ids: Int32Array  # within the trajectory, including its shared prefix
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     weight_versions: Int32Array
-    advantages: Float32Array  # zero if they are to come from a value function
-    ref_logprobs: Float32Array | None  # under the frozen reference; None if there is none
+    advantages: Float32Array  # zero if a value function provides the advantages
+    ref_logprobs: Float32Array | None  # under the frozen reference; None without a reference
     sequence_lengths: Int32Array
     prefix_starts: Int32Array
-    prefix_lengths: Int32Array  # 0 where nothing is shared
+    prefix_lengths: Int32Array  # 0 for sequences without a shared prefix
     rewards: Float32Array
-    first_versions: Int32Array  # as in Trajectory: tokens without loss may look like a prompt, and be shared as one
+    first_versions: Int32Array  # as in Trajectory; kept here, because tokens without loss may be shared as a prompt
 
     def sequence_index(self) -> Int32Array:
-        """Which sequence each token that carries loss belongs to, `[M]`; they stand in order."""
+        """Index of the sequence of each token that carries loss, `[M]`, in ascending order."""
         sequences = np.arange(len(self.sequence_lengths), dtype=np.int32)
         return np.repeat(sequences, self.sequence_lengths)[self.loss_mask]
 
     def sequence_positions(self) -> list[tuple[Int64Array, Int64Array]]:
-        """Where the shared prefix and the own tokens of each sequence stand: indices into the `[T]` arrays."""
+        """Positions of the shared prefix and of the own tokens of each sequence: indices into the `[T]` arrays."""
         ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
         return [
             (np.arange(start, start + shared, dtype=np.int64), np.arange(end - length, end, dtype=np.int64))
@@ -286,26 +287,26 @@ class Microbatch:
 
 @dataclass(slots=True)
 class ActorState:
-    """What the actor needs to go on after this batch: which groups are open, where the dataset stands."""
+    """State from which the actor continues after a batch: the open groups, the position in the dataset, and counts."""
 
     next_group_id: GroupId = GroupId(0)
-    open_group_ids: list[GroupId] = field(default_factory=list)  # started and not in any batch yet
+    open_group_ids: list[GroupId] = field(default_factory=list)  # groups started and not yet in a batch
     num_batches: int = 0
     num_failed_groups: int = 0
-    failures: dict[str, int] = field(default_factory=dict)  # why -> failed groups; at most a few different reasons
-    num_filtered_groups: int = 0  # all rewards were equal, and dynamic sampling is on
-    num_dropped_groups: int = 0  # by the schedule, because too many were waiting
+    failures: dict[str, int] = field(default_factory=dict)  # reason -> failed groups; at most a few reasons
+    num_filtered_groups: int = 0  # left out by dynamic sampling, because all rewards were equal
+    num_dropped_groups: int = 0  # left out by the schedule, because too many groups were waiting
     generated_tokens: int = 0
-    num_updates: int = 0  # new weights adopted by the engine
-    num_aborted: int = 0  # rollouts the schedule interrupted; each goes on later
-    # Response lengths since the last batch, in tokens:
-    generated_lengths: list[int] = field(default_factory=list)  # of rollouts that were generated and answered
-    dropped_lengths: list[int] = field(default_factory=list)  # of those in filtered and dropped groups
+    num_updates: int = 0  # weight updates that the engines adopted
+    num_aborted: int = 0  # rollouts that the schedule interrupted; each is resumed later
+    # Response lengths since the last batch (tokens):
+    generated_lengths: list[int] = field(default_factory=list)  # rollouts that the environment has answered
+    dropped_lengths: list[int] = field(default_factory=list)  # rollouts of filtered and dropped groups
 
 
 @dataclass(frozen=True, slots=True)
 class ActorCheckpoint:
-    """The actor as it was: its state, and the rollouts of its open groups with the tokens they had."""
+    """Snapshot of the actor: its state, and the rollouts of its open groups with their tokens."""
 
     state: ActorState
     rollouts: list[Rollout]
@@ -313,36 +314,36 @@ class ActorCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ChosenBatch:
-    """What the actor hands over: the groups of batch `index`, and the actor as it was without them."""
+    """Hand-over from the actor: the groups of batch `index`, and the actor's state without these groups."""
 
     index: int
     groups: list[RolloutGroup]
-    generated_lengths: list[int]  # response tokens of the rollouts whose generation ended since the last batch
-    dropped_lengths: list[int]  # of those that were filtered or dropped since then
-    metrics: dict[str, float]  # measured by the rollout loop since then
+    generated_lengths: list[int]  # response tokens of rollouts whose generation ended since the last batch
+    dropped_lengths: list[int]  # response tokens of rollouts filtered or dropped since the last batch
+    metrics: dict[str, float]  # measured by the rollout loop since the last batch
     actor_state: ActorState
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The sequences of one optimizer step, packed. Batch `index` is trained on by weights of version `index`.
+    """Packed sequences of one optimizer step. Batch `index` turns weights of version `index` into the next version.
 
-    Denominators count the whole batch, so that neither packing nor ranks change the gradient. Trajectories that
-    cannot contribute a gradient may be left out of `microbatches`; they still count.
+    Denominators count the whole batch, so neither packing nor the number of ranks changes the gradient. Trajectories
+    without a gradient may be left out of `microbatches`; they still count.
     """
 
     index: int
     microbatches: list[list[Microbatch]]  # by data-parallel rank
     num_rollouts: int
     num_response_tokens: int
-    num_loss_tokens: int  # response tokens that carry loss: all but those masked for their age or truncation
+    num_loss_tokens: int  # response tokens that carry loss: all except those masked for their age or truncation
     group_ids: list[GroupId]
-    lag_histogram: dict[int, int]  # token_lag (in optimizer steps) -> tokens that carry loss
-    lag_by_position: Float32Array  # [10] mean token_lag in each tenth of a response; NaN where there is no token
+    lag_histogram: dict[int, int]  # token lag (optimizer steps) -> tokens that carry loss
+    lag_by_position: Float32Array  # [10] mean token lag in each tenth of a response; NaN for a tenth without tokens
     trained_lengths: Int32Array  # [num_rollouts] response tokens
-    has_gradient: BoolArray  # [num_rollouts] whether it is in `microbatches`
-    generated_lengths: Int32Array  # of the rollouts whose generation ended since the last batch
-    dropped_lengths: Int32Array  # of those that were filtered or dropped since then
+    has_gradient: BoolArray  # [num_rollouts] True if the rollout is in `microbatches`
+    generated_lengths: Int32Array  # as in ChosenBatch
+    dropped_lengths: Int32Array  # as in ChosenBatch
     metrics: dict[str, float]  # measured upstream; goes into the step's metrics line
     actor_state: ActorState
 
@@ -352,35 +353,35 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """What a schedule may know: counts, never clocks. Rollouts of dropped and failed groups are not in the counts.
+    """Input of a schedule's decisions: counts, never clocks. Filtered, dropped and failed groups do not count.
 
-    A rollout is *started* when it is admitted to an engine, *finished* when its whole group is done and graded.
+    A rollout is *started* when it is admitted to an engine, and *finished* when its whole group is done and graded.
     """
 
-    version: int  # optimizer steps behind the weights that sample now
-    newest_version: int  # optimizer steps the trainer has finished and published
+    version: int  # of the weights that sample now; a version counts optimizer steps
+    newest_version: int  # of the weights that the trainer published last
     num_batches: int  # batches handed to the trainer so far
     num_started: int  # rollouts, since the run began
-    num_engines: int  # that generate now; 1 while one is waited for
-    num_waiting: int  # rollouts of open groups that are to be admitted, interrupted ones first
-    num_in_flight: int  # rollouts started whose own generation is not done, on all engines
-    num_ungraded: int  # rollouts whose turn has ended, and that wait for the environment's answer
+    num_engines: int  # engines that generate now; 1 while the pool has none and waits for one
+    num_waiting: int  # rollouts of open groups waiting for admission, interrupted ones first
+    num_in_flight: int  # rollouts being generated, on all engines
+    num_ungraded: int  # rollouts whose turn has ended and that wait for the environment's answer
     num_finished: int  # rollouts, since the run began
-    most_versions_in_flight: int  # weight versions in the rollout in flight that has tokens of the most
+    most_versions_in_flight: int  # largest number of weight versions in any rollout in flight
     oldest_open_group: GroupId | None  # the earliest started group that is not finished
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:
-    """A finished group waiting to be chosen; the actor lists them earliest finished first."""
+    """A finished group that waits to be chosen; the actor lists the earliest finished group first."""
 
-    group_id: GroupId  # ids count up in start order
+    group_id: GroupId  # ids ascend in start order
     num_rollouts: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """The groups to train on next, in this order, and the groups to drop for good. Either may be empty."""
+    """Groups to train on next, in this order, and groups to drop for good. Either may be empty."""
 
     train: tuple[GroupId, ...] = ()
     drop: tuple[GroupId, ...] = ()
@@ -391,7 +392,7 @@ class BatchChoice:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and dtype (torch's name without the prefix: "float32") of one weight tensor."""
+    """Name, shape and dtype of one weight tensor; the dtype is torch's name without the prefix, as in "float32"."""
 
     name: str
     shape: tuple[int, ...]

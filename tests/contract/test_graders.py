@@ -99,7 +99,7 @@ def test_responses_submitted_between_results_are_graded(grader: Grader) -> None:
         ("none", "TypeError: grade() returned a NoneType, not a Grade"),
         ("component_of_text", "TypeError: the component 'style' is a str, not a number"),
         ("nan_component", "ValueError: the component 'style' is nan"),
-        ("component_without_name", "TypeError: a component is named 7, which is no string"),
+        ("component_without_name", "TypeError: a component has the name 7, which is not a string"),
         ("no_components", "AttributeError: 'NoneType' object has no attribute 'items'"),
         ("system_exit 3", "SystemExit: 3"),
     ],
@@ -168,7 +168,7 @@ def test_messages_are_returned_as_messages(turns: Grader) -> None:
         (["say a", "raise no"], "ZeroDivisionError: no"),
         (["say a", "none"], "TypeError: step() returned a NoneType, neither text nor a Grade"),
         (["chat_badly"], "TypeError: step() returned a message whose content is a NoneType"),
-        (["count", "say a"], "RuntimeError: the environment ended an episode that it had continued"),
+        (["count", "say a"], "RuntimeError: the environment ended an episode that it continued before"),
     ],
 )
 def test_a_failed_turn_fails_only_its_own_rollout(turns: Grader, responses: list[str], reason: str) -> None:

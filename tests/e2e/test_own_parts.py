@@ -62,8 +62,8 @@ def test_a_run_of_user_defined_parts(tmp_path: Path) -> None:
     [
         (
             "schedule.type=own_parts:Nothing",
-            "schedule.type: 'own_parts:Nothing' is no Schedule: it has no colocated, no max_in_flight, no num_to_admit,"
-            " no should_abort, no choose_batch, no should_update_weights",
+            "schedule.type: 'own_parts:Nothing' does not implement Schedule: it lacks colocated, max_in_flight,"
+            " num_to_admit, should_abort, choose_batch, should_update_weights",
         ),
         ("engine.type=nowhere:Engine", "engine.type: cannot import 'nowhere:Engine': No module named 'nowhere'"),
         ("trainer.backend=single", "trainer.backend is now trainer.type"),

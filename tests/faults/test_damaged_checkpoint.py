@@ -32,7 +32,7 @@ def test_a_torn_checkpoint_is_reported_and_skipped(tmp_path: Path) -> None:
     resumed = train(run, "--resume", "trainer.max_steps=8")
     assert resumed.returncode == 0, resumed.stderr
     assert "step_6 is damaged and not used, as model.safetensors is not what was written" in resumed.stderr
-    assert "training goes on from step_3" in resumed.stderr
+    assert "training resumes from step_3" in resumed.stderr
     summary = json.loads(resumed.stdout)
     groups = summary["groups"]
     assert (summary["steps"], groups["trained"]) == (8, 8 * 4)
@@ -44,4 +44,4 @@ def test_a_torn_checkpoint_is_reported_and_skipped(tmp_path: Path) -> None:
         (checkpoint / "config.json").write_text("{}")
     hopeless = train(run, "--resume", "trainer.max_steps=9")
     assert hopeless.returncode == 1
-    assert "is whole; in step_8, the newest, config.json is not what was written" in hopeless.stderr.splitlines()[-1]
+    assert "are damaged; in step_8, the newest, config.json is not what was written" in hopeless.stderr.splitlines()[-1]

@@ -126,7 +126,7 @@ def test_a_grader_killed_before_it_is_ready_is_restarted(tmp_path: Path) -> None
 def test_an_environment_that_raises_at_start_ends_the_run() -> None:
     with (
         GradingPool(functools.partial(ObedientEnvironment, error="no data set"), 2, TIMEOUT_S) as pool,
-        pytest.raises(RolloutError, match="the environment cannot be made in a process that grades: ValueError: no da"),
+        pytest.raises(RolloutError, match="a grading process cannot make the environment: ValueError: no da"),
     ):
         pool.wait_until_ready(TIMEOUT_S)
 
@@ -143,7 +143,7 @@ def test_an_environment_that_hangs_at_start_ends_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(grading_pool, "_START_TIMEOUT_S", 1.0)
     with (
         GradingPool(cast(MakeEnvironment, functools.partial(time.sleep, 1000)), 1, TIMEOUT_S) as pool,
-        pytest.raises(RolloutError, match="could not be made in 1 s"),
+        pytest.raises(RolloutError, match="took longer than 1 s to make the environment"),
     ):
         pool.wait_until_ready(TIMEOUT_S)
 

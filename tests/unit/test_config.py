@@ -1,4 +1,4 @@
-"""Recipes: an invalid one gives a one-line error with the key and a working value."""
+"""Recipes: a wrong recipe raises one line that names the key and values that would work."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def recipe_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SHIPPED_RECIPES)
-def test_a_shipped_recipe_is_found_by_its_name_and_passes_its_own_checks(name: str) -> None:
+def test_shipped_recipe_loads_by_name_and_passes_all_checks(name: str) -> None:
     from midflight.launch.build import check_recipe
 
     check_recipe(load_recipe(Path(name)))
 
 
-def test_a_file_hides_the_shipped_recipe_of_its_name(
+def test_file_hides_the_shipped_recipe_of_its_name(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(recipe_file.rename(tmp_path / "cpu_demo").parent)
     assert instance(load_recipe(Path("cpu_demo")).schedule, PipelineConfig).num_in_flight == 48
 
 
-def test_an_unknown_recipe_lists_the_shipped_ones() -> None:
+def test_unknown_recipe_lists_the_shipped_recipes() -> None:
     with pytest.raises(RecipeError, match=r"cannot read the recipe demo: No such file .*ship with midflight: cpu_demo"):
         load_recipe(Path("demo"))
 
 
-def test_common_loss_options_need_no_type(recipe_file: Path) -> None:
+def test_options_of_every_loss_need_no_type(recipe_file: Path) -> None:
     loss = load_recipe(recipe_file, ["loss.kl_coefficient=0.5"]).loss
     assert (loss.type, loss.kl_coefficient) == ("reinforce", 0.5)
     with pytest.raises(RecipeError, match=r"clip_low"):
@@ -77,15 +77,15 @@ def test_common_loss_options_need_no_type(recipe_file: Path) -> None:
         ("preprocess.process=other", "preprocess.process: should be 'rollout' or 'own', got 'other'"),
         (
             "preprocess.threads=2",
-            "preprocess.threads is of a process of its own, and preprocess.process = 'rollout'; 'own' would work",
+            "preprocess.threads needs a separate preprocessing process, but preprocess.process = 'rollout'; 'own'",
         ),
         ("schedule.max_lag=-1", "schedule.max_lag: should be greater than or equal to 0, got -1"),
-        ("max_steps=3", "'max_steps=3' is not of the form section.key=value"),
-        ("trainer.max_steps", "'trainer.max_steps' is not of the form section.key=value"),
+        ("max_steps=3", "'max_steps=3' does not have the form section.key=value"),
+        ("trainer.max_steps", "'trainer.max_steps' does not have the form section.key=value"),
         ("model.path.deep=3", "override model.path.deep: path is a value, not a section"),
     ],
 )
-def test_an_invalid_override_is_a_one_line_error(recipe_file: Path, override: str, message: str) -> None:
+def test_wrong_override_is_one_line(recipe_file: Path, override: str, message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, [override])
     assert message in str(raised.value)
@@ -103,7 +103,7 @@ def test_an_invalid_override_is_a_one_line_error(recipe_file: Path, override: st
         (("one_step_off", "max_lag=2"), "schedule.max_lag is a key of pipeline and bounded, but schedule.type = 'one"),
     ],
 )
-def test_an_invalid_schedule_is_a_one_line_error(recipe_file: Path, overrides: tuple[str, str], message: str) -> None:
+def test_wrong_schedule_is_one_line(recipe_file: Path, overrides: tuple[str, str], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, [f"schedule.type={overrides[0]}", f"schedule.{overrides[1]}"])
     assert message in str(raised.value)
@@ -115,7 +115,7 @@ def test_an_invalid_schedule_is_a_one_line_error(recipe_file: Path, overrides: t
         *(
             (
                 [f"advantage.type={baseline}", "batch.group_size=1"],
-                f"advantage.type = '{baseline}' compares the rollouts of a group, and batch.group_size = 1: every"
+                f"advantage.type = '{baseline}' compares the rollouts of a group, but batch.group_size = 1: every"
                 " advantage would be 0; a larger group, or advantage.type = 'value' or 'none' would work",
             )
             for baseline in ("group_mean", "group_mean_std", "leave_one_out")
@@ -127,7 +127,7 @@ def test_an_invalid_schedule_is_a_one_line_error(recipe_file: Path, overrides: t
         ),
         (
             ["loss.type=ppo"],
-            "loss.type = 'ppo' learns a value function, and advantage.type = 'group_mean_std' has none;",
+            "loss.type = 'ppo' learns a value function, but advantage.type = 'group_mean_std' has none;",
         ),
         (
             ["trainer.type=fsdp", "trainer.num_ranks=3"],
@@ -139,27 +139,27 @@ def test_an_invalid_schedule_is_a_one_line_error(recipe_file: Path, overrides: t
         ),
         (
             ["trainer.type=fsdp", "trainer.num_ranks=2", "trainer.device=cuda:1"],
-            "trainer: device = 'cuda:1' is one, and num_ranks = 2; 'cuda' would work",
+            "trainer: device = 'cuda:1' is a single device, but num_ranks = 2; 'cuda' would work",
         ),
         (
             ["trainer.type=deepspeed", "trainer.lora_rank=8"],
-            "trainer: type = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work",
+            "trainer: type = 'deepspeed' does not support lora_rank; type = 'fsdp' would work",
         ),
         (
             ["trainer.type=deepspeed", "trainer.zero_stage=1"],
             "trainer.zero_stage: should be 2 or 3, got 1",
         ),
-        (["reference.path=other"], "[reference] is used by loss.kl_coefficient, which is not set"),
-        (["reference.url=http://localhost:8000"], "[reference] is used by loss.kl_coefficient, which is not set"),
+        (["reference.path=other"], "[reference] is used only with loss.kl_coefficient, which is not set"),
+        (["reference.url=http://localhost:8000"], "[reference] is used only with loss.kl_coefficient, which is not"),
         (
             ["reward.overlong_buffer=160"],
-            "reward.overlong_buffer = 160 is not less than sampling.max_tokens = 160: every response would be punished",
+            "reward.overlong_buffer = 160 is not less than sampling.max_tokens = 160: every response would be",
         ),
         (
             ["loss.token_mask=[0.1, 0.9]"],
-            "loss: token_mask = [0.1, 0.9] leaves out a ratio of 1; [0.125, 8.0] would work",
+            "loss: token_mask = [0.1, 0.9] does not contain a ratio of 1; [0.125, 8.0] would work",
         ),
-        (["loss.sequence_mask=[1.0, 2.0]"], "loss: sequence_mask = [1.0, 2.0] leaves out a ratio of 1;"),
+        (["loss.sequence_mask=[1.0, 2.0]"], "loss: sequence_mask = [1.0, 2.0] does not contain a ratio of 1;"),
         (["loss.token_mask=[0.5]"], "loss.token_mask"),
         (["loss.type=grpo", "loss.clip_low=0"], "loss.clip_low: should be greater than 0, got 0"),
         (["loss.type=grpo", "loss.clip_low=1.5"], "loss.clip_low: should be less than or equal to 1, got 1.5"),
@@ -186,7 +186,7 @@ def test_an_invalid_schedule_is_a_one_line_error(recipe_file: Path, overrides: t
         (["advantage.type=critic"], "advantage.type: there is no 'critic'; known are group_mean, group_mean_std, "),
     ],
 )
-def test_an_invalid_objective_is_a_one_line_error(recipe_file: Path, overrides: list[str], message: str) -> None:
+def test_wrong_objective_is_one_line(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, overrides)
     assert message in str(raised.value)
@@ -206,7 +206,7 @@ def test_an_invalid_objective_is_a_one_line_error(recipe_file: Path, overrides: 
         ["loss.token_mask=[0.125, 8]", "loss.sequence_mask=[0.999, 1.001]"],
     ],
 )
-def test_advice_of_error_messages_works(recipe_file: Path, overrides: list[str]) -> None:
+def test_advice_of_the_error_messages_works(recipe_file: Path, overrides: list[str]) -> None:
     load_recipe(recipe_file, overrides)
 
 
@@ -220,7 +220,7 @@ def test_advice_of_error_messages_works(recipe_file: Path, overrides: list[str])
         ('[model]\npath = "m"\n[novelty]\nx = 1\n', "unknown key novelty; known are "),
     ],
 )
-def test_an_invalid_file_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(RecipeError) as raised:
@@ -229,12 +229,12 @@ def test_an_invalid_file_is_a_one_line_error(tmp_path: Path, text: str, message:
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="No such file"):
         load_recipe(tmp_path / "none.toml")
 
 
-def test_a_dumped_recipe_loads_as_the_same_recipe(recipe_file: Path) -> None:
+def test_loading_a_dumped_recipe_gives_the_same_recipe(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["trainer.max_seconds=3.5", "task.options={seed = 3, names = ['a']}"])
     copy = recipe_file.with_name("copy.toml")
     copy.write_text(dump_toml(recipe))
@@ -244,9 +244,10 @@ def test_a_dumped_recipe_loads_as_the_same_recipe(recipe_file: Path) -> None:
     assert load_recipe(copy) == load_recipe(recipe_file, own)
 
 
-def test_paths_are_relative_to_the_recipe_or_working_directory(
+def test_relative_paths_start_at_the_recipe_or_working_directory(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """In a recipe, paths are relative to the recipe; on the command line, to the working directory."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -254,7 +255,7 @@ def test_paths_are_relative_to_the_recipe_or_working_directory(
     assert load_recipe(recipe_file, ["model.path=mine"]).model.path == elsewhere / "mine"
 
 
-def test_a_new_section_type_resets_the_section(recipe_file: Path) -> None:
+def test_new_type_of_a_section_drops_its_old_keys(recipe_file: Path) -> None:
     kept = load_recipe(recipe_file, ["schedule.type=pipeline"]).schedule
     assert isinstance(kept, PipelineConfig)
     assert kept.num_in_flight == 48
@@ -278,7 +279,7 @@ def typed_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_new_type_keeps_common_keys(typed_file: Path) -> None:
+def test_change_of_type_keeps_keys_of_both_types(typed_file: Path) -> None:
     types = {"trainer": "fsdp", "engine": "embedded", "advantage": "group_mean", "weights": "shared_memory"}
     recipe = load_recipe(typed_file, [f"{section}.type={name}" for section, name in types.items()])
     assert recipe.trainer == FsdpTrainerConfig(learning_rate=0.5, num_ranks=2)
@@ -288,7 +289,7 @@ def test_a_new_type_keeps_common_keys(typed_file: Path) -> None:
     assert load_recipe(typed_file, ["trainer.type=single"]).trainer == SingleTrainerConfig(learning_rate=0.5)
 
 
-def test_a_new_type_drops_old_options(typed_file: Path) -> None:
+def test_change_of_type_drops_the_old_options(typed_file: Path) -> None:
     assert load_recipe(typed_file, ["task.type=a:B"]).task.options == {"depth": 2}
     changed = load_recipe(typed_file, ["task.type=a:C", "task.options.type=deep"]).task
     assert (changed.options, changed.num_graders) == ({"type": "deep"}, 4)
@@ -296,7 +297,7 @@ def test_a_new_type_drops_old_options(typed_file: Path) -> None:
     assert engine == OwnEngineConfig(type="a:C", options={"x": 1}, threads=3)
 
 
-def test_overrides_apply_to_the_final_type(typed_file: Path) -> None:
+def test_overrides_apply_to_the_chosen_type_in_any_order(typed_file: Path) -> None:
     recipe = load_recipe(typed_file, ["trainer.zero_stage=2", "trainer.type=fsdp", "trainer.type=deepspeed"])
     assert recipe.trainer.type == "deepspeed"
     with pytest.raises(RecipeError, match=r"trainer\.zero_stage is a key of deepspeed, but trainer.type = 'fsdp'"):
@@ -311,18 +312,18 @@ def test_overrides_apply_to_the_final_type(typed_file: Path) -> None:
         (["loss.type=custom", "loss.function=mine:loss"], "loss.function is now loss.type"),
     ],
 )
-def test_a_renamed_key_is_an_error_with_the_new_name(recipe_file: Path, overrides: list[str], message: str) -> None:
+def test_renamed_key_is_refused_with_its_new_name(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=f"^{message}$"):
         load_recipe(recipe_file, overrides)
 
 
-def test_a_run_of_version_0_1_is_refused(tmp_path: Path) -> None:
+def test_run_of_version_0_1_is_refused_with_the_new_key(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "model"\n[trainer]\nbackend = "single"\nnum_ranks = 1\n')
     with pytest.raises(RecipeError, match=r"^trainer\.backend is now trainer\.type$"):
         open_run(tmp_path, [])
 
 
-def test_a_section_without_a_type_gets_the_default(tmp_path: Path) -> None:
+def test_section_without_type_has_the_default_type(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('[model]\npath = "model"\n[loss]\nmax_ratio = 3\n[schedule]\nmax_lag = 4\n')
     recipe = load_recipe(path, ["loss.kl_coefficient=0.1"])
@@ -333,7 +334,7 @@ def test_a_section_without_a_type_gets_the_default(tmp_path: Path) -> None:
         load_recipe(path, ["loss.clip_high=0.3"])
 
 
-def test_every_key_is_described() -> None:
+def test_every_key_has_a_description() -> None:
     rows = {key: description for key, _, _, description in describe_recipe()}
     assert "schedule.max_lag" in rows
     assert "schedule.steps_per_rl_step" in rows
@@ -344,12 +345,12 @@ def test_every_key_is_described() -> None:
     assert "(of" not in rows["trainer.learning_rate"]
 
 
-def test_overrides_of_type_and_options_come_in_any_order(recipe_file: Path) -> None:
+def test_advantage_options_may_precede_the_type(recipe_file: Path) -> None:
     advantage = load_recipe(recipe_file, ["advantage.gae_lambda=0.9", "advantage.type=value"]).advantage
     assert instance(advantage, ValueAdvantageConfig).gae_lambda == 0.9
 
 
-def test_a_truncation_below_the_clip_range_is_an_error(recipe_file: Path) -> None:
+def test_truncation_below_the_clip_is_one_line(recipe_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"max_ratio = 1.1 is less than 1 \+ clip_high = 1.2"):
         load_recipe(recipe_file, ["loss.type=grpo", "loss.max_ratio=1.1"])
     assert load_recipe(recipe_file, ["loss.type=cispo", "loss.max_ratio=1.1"]).loss.max_ratio == 1.1
@@ -359,12 +360,12 @@ def test_a_truncation_below_the_clip_range_is_an_error(recipe_file: Path) -> Non
     ("overrides", "message"),
     [
         (["streams.url=redis://host:6379"], "streams.url is a key of redis, but streams.type = 'sqlite'"),
-        (["streams.type=redis", "streams.url=redis://:secret@host"], "$MIDFLIGHT_REDIS_URL may hold it"),
+        (["streams.type=redis", "streams.url=redis://:secret@host"], "set $MIDFLIGHT_REDIS_URL instead"),
         (["streams.type=redis", "streams.url=host:6379"], "streams.url: "),
         (["streams.type=kafka"], "streams.type: there is no 'kafka'; known are sqlite, redis, "),
     ],
 )
-def test_invalid_streams_are_one_line_errors(recipe_file: Path, overrides: list[str], message: str) -> None:
+def test_wrong_streams_are_one_line(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe_file, overrides)
     assert message in str(raised.value)

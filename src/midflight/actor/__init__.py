@@ -1,1 +1,1 @@
-"""Stage 1: problems become groups of graded rollouts. The only place that sees what is in flight."""
+"""Stage 1: problems become groups of graded rollouts. No other stage sees the rollouts in flight."""

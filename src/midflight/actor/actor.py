@@ -1,7 +1,7 @@
-"""The actor starts rollouts when the schedule says so, has them graded, and hands over whole groups.
+"""The actor starts rollouts when the schedule asks for them, has them graded, and hands over whole groups.
 
-The ledger counts; the actor holds the prompts, tokens and rewards that the ledger does not know. Group g is about
-problem g, so a restarted actor asks the same questions with the same random numbers.
+The ledger counts; the actor holds prompts, tokens and rewards. Group g attempts problem g, so a restarted actor
+generates for the same problems with the same random numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from midflight.types import (
     Segment,
 )
 
-# A verifier that never works should end a run, not keep it busy for ever.
+# A verifier that never works must end the run instead of keeping it busy for ever.
 _MAX_FAILED_IN_A_ROW = 64
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ class ActorConfig:
     group_size: int
     sampling: SamplingParams
     seed: int
-    max_length: int | None = None  # of a rollout, with its prompt and all turns, tokens; None: no limit
-    dynamic_sampling: bool = False  # groups whose rewards are all equal are left out and replaced (DAPO)
-    max_filtered_in_a_row: int = 1024  # groups; the run ends after so many without one that is not
+    max_length: int | None = None  # of a rollout: prompt and all turns (tokens); None: no limit
+    dynamic_sampling: bool = False  # leave out and replace groups whose rewards are all equal (DAPO)
+    max_filtered_in_a_row: int = 1024  # filtered groups in a row that end the run
 
 
 class Actor:
@@ -59,7 +59,7 @@ class Actor:
         tokenizer: Tokenizer,
         checkpoint: ActorCheckpoint | None = None,
     ) -> None:
-        """Goes on from `checkpoint`: open groups keep the rollouts it holds; what it does not hold is asked again."""
+        """Continue from `checkpoint`: open groups keep the rollouts in it; their other members are generated again."""
         self._config = config
         self._generator = generator
         self._environment = environment
@@ -71,36 +71,36 @@ class Actor:
         self._failed_in_a_row = self._filtered_in_a_row = 0
         self._restore(checkpoint.rollouts if checkpoint else ())
 
-    # --- what others may know ---------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def fleet(self, newest_version: int) -> FleetView:
         return self.ledger.fleet(self._generator.weight_version, newest_version, self._generator.num_engines)
 
     @property
     def state(self) -> ActorState:
-        """A copy."""
+        """Copy of the actor's state."""
         return self.ledger.snapshot()
 
     def open_rollouts(self) -> Iterator[Rollout]:
-        """Of every group that was started and is not in a batch."""
+        """Yield the rollouts of every group that was started and is not in a batch."""
         for group in self._groups.values():
             yield from group.rollouts
 
     def tokens_of(self, rollout: Rollout, start: int) -> list[Segment]:
-        """The tokens after its prompt so far, without the first `start`."""
+        """Tokens after the rollout's prompt so far, without the first `start`."""
         return self._episodes.tokens_of(rollout, start)
 
     # --- verbs ------------------------------------------------------------------------------------------------
 
     def admit(self, num_rollouts: int) -> None:
-        """Start so many rollouts, opening groups as needed."""
+        """Start `num_rollouts` rollouts, opening groups as needed."""
         rollouts = [self._rollout(self.ledger.admit()) for _ in range(num_rollouts)]
         self._episodes.start([(rollout, self._problem_of(rollout)) for rollout in rollouts])
         for rollout in rollouts:
             self._note(rollout)
 
     def step(self) -> None:
-        """One token for everything in flight; the responses of turns that ended go to the environment."""
+        """Sample one token for every rollout in flight; submit the responses of ended turns to the environment."""
         with self._counting_tokens():
             ended = self._episodes.step()
         for rollout in ended:
@@ -109,7 +109,7 @@ class Actor:
                 self._note(rollout)
 
     def collect_grades(self, timeout_s: float = 0.0) -> None:
-        """Take in the environment's answers; waits up to `timeout_s` for the first."""
+        """Process the environment's answers; wait up to `timeout_s` for the first one."""
         if self.ledger.num_ungraded:
             for rollout in self._episodes.answers(timeout_s):
                 self._note(rollout)
@@ -118,7 +118,7 @@ class Actor:
         self.ledger.state.num_updates += 1
 
     def take(self, choice: BatchChoice) -> ChosenBatch | None:
-        """Drop the groups that are to be dropped; return the next batch, None if nothing is to be trained on."""
+        """Drop the groups that `choice` drops; return the next batch, or None if there is nothing to train on."""
         for group_id in choice.drop:
             self.ledger.drop(group_id, _lengths(self._groups.pop(group_id)))
         if not choice.train:
@@ -129,17 +129,17 @@ class Actor:
         return ChosenBatch(state.num_batches - 1, groups, generated_lengths, dropped_lengths, {}, state)
 
     def abort(self) -> None:
-        """Interrupt everything in flight; the partial rollouts are the first to be admitted again, oldest first."""
+        """Interrupt all rollouts in flight; the partial rollouts are admitted again first, oldest first."""
         self.ledger.state.num_aborted += self._interrupt()
 
     def stop(self) -> None:
-        """Take everything out of the generator, with the tokens it has."""
+        """Interrupt all rollouts in flight at the end of the run, keeping their tokens."""
         self._interrupt()
 
     # --- rollouts ---------------------------------------------------------------------------------------------
 
     def _rollout(self, rollout_id: RolloutId) -> Rollout:
-        """The ledger opens groups by their ids alone; here they get their problems."""
+        """Rollout with this id; a group that the ledger has just opened gets its problem here."""
         group_id = GroupId(rollout_id // self._config.group_size)
         if group_id not in self._groups:
             self._groups[group_id] = self._new_group(group_id)
@@ -171,7 +171,7 @@ class Actor:
         return len(interrupted)
 
     def _note(self, rollout: Rollout) -> None:
-        """Report to the ledger that a rollout was started, for its first turn or a later one, or that it is done."""
+        """Report to the ledger that a rollout was started (for its first or a later turn) or is done."""
         if rollout.status is RolloutStatus.RUNNING:
             version = self._generator.weight_version
             versions = {version, *rollout.generated.weight_versions.tolist()}
@@ -217,7 +217,7 @@ class Actor:
                 f" {group.rollouts[0].reward:g}); the task is too easy or too hard for this model"
             )
 
-    # --- going on after a restart -----------------------------------------------------------------------------
+    # --- resuming after a restart -----------------------------------------------------------------------------
 
     def _restore(self, saved: Collection[Rollout]) -> None:
         by_group: defaultdict[GroupId, dict[RolloutId, Rollout]] = defaultdict(dict)
@@ -238,7 +238,7 @@ class Actor:
 
     def _take_up(self, rollout: Rollout) -> None:
         if not rollout.is_done and rollout.finish_reason is None:
-            # Of one that was running when its process was killed, the tokens since its start were never counted.
+            # If the process was killed, tokens sampled since the rollout was last started were never counted.
             num_before = rollout.num_sampled - len(turn_of(rollout))
             self.ledger.state.generated_tokens += rollout.num_sampled - max(rollout.num_carried, num_before)
             rollout.num_carried = rollout.num_sampled

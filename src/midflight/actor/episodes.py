@@ -1,7 +1,7 @@
-"""The loop that training and evaluation share: generate a turn, hand the response over, continue or end.
+"""The loop that training and evaluation share: generate a turn, submit the response, continue or end.
 
-A rollout in it is in flight until its turn ends, then with the environment. A grade ends it; a text is the beginning
-of its next turn. Sampled tokens are never tokenized again, only the environment's text is.
+A rollout is in flight until its turn ends, then with the environment. A grade ends the rollout; a text begins its next
+turn. Only the environment's text is tokenized; sampled tokens are kept as they are.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from midflight.types import (
 class Episodes:
     """Rollouts that are in flight or with the environment.
 
-    A rollout samples up to `sampling.max_tokens` tokens in all its turns, and is no longer than `max_length` (tokens;
-    None: no limit). One that has room for no further turn has the finish reason LENGTH, and reward 0 unless the
+    A rollout samples up to `sampling.max_tokens` tokens over all its turns, and is at most `max_length` tokens long
+    (None: no limit). If it has no room for another turn, its finish reason is LENGTH, and its reward is 0 unless the
     environment graded its last response.
     """
 
@@ -56,19 +56,19 @@ class Episodes:
         self._environment = with_turns(environment)
         self._sampling, self._seed, self._max_length = sampling, seed, max_length
         self._active: dict[RolloutId, tuple[Rollout, Problem]] = {}
-        self.num_generated = 0  # tokens, of turns that ended or were interrupted
+        self.num_generated = 0  # tokens of turns that ended or were interrupted
 
     def prompt(self, problem: Problem) -> Segment:
         return Segment.given(encode_prompt(self._tokenizer, joined(first_text(self._environment, problem))))
 
     def start(self, rollouts: Sequence[tuple[Rollout, Problem]]) -> None:
-        """Generate the current turns of these rollouts. One that the generator refuses is FAILED."""
+        """Generate the current turns of these rollouts. A rollout that the generator refuses is FAILED."""
         try:
             self._generator.add([self._request(rollout) for rollout, _ in rollouts])
         except RequestError as error:
             if len(rollouts) > 1:
-                for each in rollouts:
-                    self.start([each])
+                for pair in rollouts:
+                    self.start([pair])
                 return
             self._end(rollouts[0][0], failure=f"{type(error).__name__}: {error}")
             return
@@ -77,7 +77,7 @@ class Episodes:
             self._active[rollout.rollout_id] = rollout, problem
 
     def submit(self, rollout: Rollout, problem: Problem) -> None:
-        """Hand the response of a turn that ended to the environment."""
+        """Submit the response of an ended turn to the environment."""
         self._active[rollout.rollout_id] = rollout, problem
         *earlier, last = rollout.turns
         responses = [response_text(self._tokenizer, turn, FinishReason.STOP) for turn in earlier]
@@ -85,22 +85,22 @@ class Episodes:
         self._grader.submit(rollout.rollout_id, problem, responses)
 
     def step(self) -> list[Rollout]:
-        """Sample one token of everything in flight; return the rollouts whose turn ended, which are submitted.
+        """Sample one token for every rollout in flight; submit and return the rollouts whose turn ended.
 
-        One with log-probabilities that are not finite is FAILED instead.
+        A rollout with log-probabilities that are not finite is FAILED instead of submitted.
         """
         completions = sorted(self._generator.step(), key=lambda completion: completion.rollout_id)
         return [self._end_turn(completion) for completion in completions]
 
     def answers(self, timeout_s: float = 0.0) -> list[Rollout]:
-        """Take in the environment's answers, waiting up to `timeout_s` for the first; return their rollouts.
+        """Process the environment's answers, waiting up to `timeout_s` for the first one; return their rollouts.
 
-        A rollout is now FINISHED or FAILED, or RUNNING: its next turn is being generated.
+        Each rollout is then FINISHED, FAILED, or RUNNING with its next turn in flight.
         """
         return [self._take(answer) for answer in self._grader.results(timeout_s)]
 
     def interrupt(self, rollout_ids: Sequence[RolloutId]) -> list[Rollout]:
-        """Take these out of the generator, with the tokens they have."""
+        """Take these rollouts out of the generator, keeping their tokens; return the ones that were in flight."""
         rollouts = []
         for completion in self._generator.abort(rollout_ids):
             rollout, _ = self._active.pop(completion.rollout_id)
@@ -110,10 +110,10 @@ class Episodes:
         return rollouts
 
     def tokens_of(self, rollout: Rollout, start: int) -> list[Segment]:
-        """The tokens after the prompt so far, without the first `start`."""
+        """Tokens after the prompt so far, without the first `start`."""
         if rollout.status is RolloutStatus.RUNNING and rollout.finish_reason is None:
             before = _before_turn(rollout)[1:]
-            with contextlib.suppress(KeyError):  # its turn has just ended; `step` will say so
+            with contextlib.suppress(KeyError):  # the turn has just ended; the next `step` reports it
                 new = self._generator.generated(rollout.rollout_id, max(0, start - sum(map(len, before))))
                 return [*segments_from(before, start), *([Segment(new)] if len(new) else [])]
         return segments_from(rollout.segments[1:], start)
@@ -137,7 +137,7 @@ class Episodes:
         )
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:
-        """Tokens that may be sampled after so many."""
+        """Number of tokens that may still be sampled, after `num_sampled` sampled of `num_tokens` tokens."""
         room = self._sampling.max_tokens - num_sampled
         return room if self._max_length is None else min(room, self._max_length - num_tokens)
 
@@ -148,7 +148,7 @@ class Episodes:
         if np.isfinite(completion.generated.logprobs).all():
             self.submit(rollout, problem)
         else:
-            self._end(rollout, failure="the policy that sampled it has log-probabilities that are no numbers")
+            self._end(rollout, failure="the policy sampled a token with a log-probability that is not finite")
         return rollout
 
     def _take_tokens(self, rollout: Rollout, completion: Completion) -> None:
@@ -189,7 +189,7 @@ class Episodes:
 
 
 def turn_of(rollout: Rollout) -> GeneratedTokens:
-    """The sampled tokens of the current turn, which may have none yet."""
+    """Sampled tokens of the current turn; empty before its first token."""
     last = rollout.segments[-1]
     return last.tokens if last.sampled else GeneratedTokens.none()
 

@@ -1,4 +1,4 @@
-"""Errors in the user's code: one line that says what and where, the traceback once, and counts by reason."""
+"""Errors in the user's code: a one-line reason with its place, the traceback once, and counts by reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import midflight
 
-_MAX_REASON = 500  # characters: it goes into a log line and, at worst, into the one line that ends the run
-_MAX_REASONS = 16  # that are told apart, in counts and in a log
+_MAX_REASON = 500  # characters; a reason goes into a log line, and may go into the line that ends the run
+_MAX_REASONS = 16  # different reasons in the counts and in a log
 _OTHER_REASONS = "other reasons"
 _OURS = str(Path(midflight.__file__).parent) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -21,17 +21,17 @@ _logged: set[str] = set()
 
 
 def reason_of(error: BaseException) -> str:
-    """The error in one line, with the place in the user's code that it is from, if there is one."""
+    """Return the error as one line, with its place in the user's code, if it has one."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # their own exception, which cannot even say what it is
+    except Exception:  # the __str__ of a user's exception can fail, too
         text = "(it has no text)"
     place = _place_of(error)
     return f"{type(error).__name__}: {text}"[: _MAX_REASON - len(place)] + place
 
 
 def log_once(error: BaseException) -> None:
-    """Log the traceback of an error in the user's code, unless this process has logged one like it."""
+    """Log the traceback of an error in the user's code, once per kind of error and process."""
     if not _place_of(error):
         return
     kind = _kind(reason_of(error))
@@ -41,16 +41,19 @@ def log_once(error: BaseException) -> None:
 
 
 def count_failure(counts: dict[str, int], reason: str) -> None:
-    """Add one to the reason's count. Errors of one type at one place are one reason; their texts may differ."""
+    """Add one to the reason's count. Errors of one type at one place count as one reason; their texts may differ."""
     kind = _kind(reason)
-    known = next((each for each in counts if _kind(each) == kind), reason)
+    known = next((other for other in counts if _kind(other) == kind), reason)
     if known not in counts and len(counts) >= _MAX_REASONS:
         known = _OTHER_REASONS
     counts[known] = counts.get(known, 0) + 1
 
 
 def _place_of(error: BaseException) -> str:
-    """ " (file:line)" of the last frame in the user's code: the last outside libraries, else the first outside ours."""
+    """Return " (file:line)" of the last frame in the user's code, or "".
+
+    The user's code is the last frame outside libraries, else the first frame outside midflight.
+    """
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", _OURS))
     ]
@@ -63,5 +66,5 @@ def _place_of(error: BaseException) -> str:
 
 
 def _kind(reason: str) -> str:
-    """The type of the error, and its place."""
+    """Type and place of the error in a reason."""
     return f"{reason.partition(':')[0]}{reason.rpartition(' (')[2]}"

@@ -1,8 +1,8 @@
-"""Grading in processes of its own: a verifier that hangs, crashes or leaks costs its rollout, never the run.
+"""Grading in separate processes: a verifier that hangs, crashes or leaks costs its rollout, never the run.
 
 actor                                             grading process
 submit    waits for: nothing                      consumes: a few responses at a time
-results   waits for: a result, a death,           waits for: the next ones
+results   waits for: a result, a dead process,    waits for: the next responses
           a verifier's deadline                   unblocked by: submit, results; ends with its parent
 """
 
@@ -32,14 +32,15 @@ from midflight.errors import RolloutError
 from midflight.protocols import Environment, GradedTask
 from midflight.types import GradedResponse, Problem, RolloutId
 
-# Handed over at once: saves messages, yet holds few responses up behind a slow one, and all that fits the pipe.
+# Largest message to a grading process. Large messages save overhead; small ones delay few responses behind a slow one,
+# and fit into the pipe.
 _MAX_AT_ONCE = 32
 _MAX_CHARACTERS_AT_ONCE = 32_768
-_MAX_STALL_S = 1.0  # what does not fit the pipe waits so long for a process that should be reading, and is not
+_MAX_STALL_S = 1.0  # timeout of a send through a full pipe, if the process does not read
 _PARENT_CHECK_S = 1.0
-# A process that dies may have been killed by somebody else; what it is at twice when it dies is to blame.
+# The first death may come from outside, so the response being graded is tried again; the second one is its fault.
 _MAX_ATTEMPTS = 2
-_MAX_TIMEOUTS_IN_A_ROW = 8  # each costs its full time, so a verifier that only hangs must end the run soon
+_MAX_TIMEOUTS_IN_A_ROW = 8  # each costs its full time, so a verifier that always hangs must end the run soon
 _START_TIMEOUT_S = 300.0  # an environment may load a dataset first
 
 MakeEnvironment = Callable[[], Environment | GradedTask]
@@ -49,16 +50,16 @@ _READY, _BROKEN = "ready", "broken"
 class _Job(NamedTuple):
     rollout_id: RolloutId
     problem: Problem
-    responses: tuple[str, ...]  # of the episode so far: any process can take it up
+    responses: tuple[str, ...]  # all of the episode so far, so that any process can continue it
     num_deaths: int = 0
 
 
 class GradingPool:
-    """Implements Grader with `num_processes` processes, each with an environment of its own from `make_environment`.
+    """Implements Grader with `num_processes` processes, each with its own environment from `make_environment`.
 
-    A verifier that takes longer than `timeout_s` is killed, with the processes it has started, and its rollout fails;
-    so does the rollout of one that ends its process.
-    Raises: RolloutError if the environment cannot be made there, or nothing but timeouts comes back.
+    A verifier that takes longer than `timeout_s` is killed, with all processes that it started, and its rollout fails.
+    If a verifier ends its process, its rollout fails, too.
+    Raises: RolloutError if a process cannot make the environment, or too many timeouts follow each other.
     """
 
     def __init__(self, make_environment: MakeEnvironment, num_processes: int, timeout_s: float) -> None:
@@ -74,7 +75,7 @@ class GradingPool:
         return self._num_pending
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait for every process to have its environment; whether they do."""
+        """Wait for every process to make its environment; return True if all have one."""
         deadline_s = time.monotonic() + timeout_s
         while not all(worker.ready for worker in self._workers):
             left_s = deadline_s - time.monotonic()
@@ -88,7 +89,7 @@ class GradingPool:
         self._num_pending += 1
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
-        """What has been graded since the last call; waits up to `timeout_s` for the first."""
+        """Return the answers since the last call; wait up to `timeout_s` for the first one."""
         deadline_s = time.monotonic() + timeout_s
         self._exchange(0.0)
         while self._num_pending and not self._done and (left_s := deadline_s - time.monotonic()) > 0:
@@ -110,7 +111,7 @@ class GradingPool:
         self.close()
 
     def _exchange(self, timeout_s: float) -> None:
-        """Hand over, wait once, take in."""
+        """Send jobs, wait once, and receive answers."""
         self._dispatch()
         next_deadline_s = min(worker.deadline_s for worker in self._workers)
         wait(
@@ -118,7 +119,7 @@ class GradingPool:
             max(0.0, min(timeout_s, next_deadline_s - time.monotonic())),
         )
         for index, worker in enumerate(self._workers):
-            # Results that are there count, however late they were looked at and whatever came of the process since.
+            # Answers that have arrived count, even if they are read late or the process has died since.
             died = worker.is_dead()
             answers = worker.receive(self._timeout_s)
             if answers:
@@ -131,7 +132,7 @@ class GradingPool:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        # A share each, also for those that are busy or starting: a hang holds up all that was handed over with it.
+        # An equal share per worker, also for busy and starting ones: a hang delays every job in the same message.
         num_jobs = min(_MAX_AT_ONCE, -(-len(self._queue) // len(self._workers)))
         for worker in self._workers:
             if self._queue and worker.is_idle():
@@ -147,7 +148,7 @@ class GradingPool:
         return jobs
 
     def _replace(self, index: int, died: bool) -> list[GradedResponse]:
-        """A new process for one that died or is late; the response it was at is to blame, or is tried once more."""
+        """Replace a process that died or is late; its current response fails or is tried once more."""
         worker = self._workers[index]
         worker.kill()
         if not worker.ready:
@@ -162,14 +163,14 @@ class GradingPool:
         if job.num_deaths + 1 < _MAX_ATTEMPTS:
             self._queue.appendleft(job._replace(num_deaths=job.num_deaths + 1))
             return []
-        return [GradedResponse(job.rollout_id, None, f"the verifier ended its process ({worker.how_it_ended()})")]
+        return [GradedResponse(job.rollout_id, None, f"the verifier ended its process ({worker.exit_reason()})")]
 
     def _note_bad_start(self, worker: _Worker, died: bool) -> None:
         if not died:
-            raise RolloutError(f"the environment could not be made in {_START_TIMEOUT_S:g} s in a process that grades")
+            raise RolloutError(f"a grading process took longer than {_START_TIMEOUT_S:g} s to make the environment")
         self._deaths_at_start += 1
         if self._deaths_at_start >= _MAX_ATTEMPTS:
-            raise RolloutError(f"a process that grades ended before it was ready ({worker.how_it_ended()})")
+            raise RolloutError(f"a grading process ended before it was ready ({worker.exit_reason()})")
 
     def _timed_out(self, job: _Job) -> GradedResponse:
         self._timeouts_in_a_row += 1
@@ -186,19 +187,19 @@ class _Worker:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
         _limit_stalls(self._connection)
-        # Not a daemon in multiprocessing's sense: those must not start processes, and a verifier may have to.
+        # Not a multiprocessing daemon: daemons must not start processes, and a verifier may need to.
         self._process = spawn.Process(target=_grade_until_closed, args=(make_environment, theirs))
         self._process.start()
         theirs.close()
         self.ready = False
-        self.jobs: deque[_Job] = deque()  # handed over and not answered, in order
+        self.jobs: deque[_Job] = deque()  # sent and not answered, in order
         self.deadline_s = time.monotonic() + _START_TIMEOUT_S
-        self._closed = False  # nothing more will come from it
-        # Also for a pool that nobody closed: the interpreter would wait for its processes before it ends.
+        self._closed = False  # True once no more answers can come
+        # A finalizer, since a pool may never be closed: the interpreter would wait for these processes at exit.
         self._kill = Finalize(self, _kill_group, (self._process,), exitpriority=0)
 
     def sources(self) -> list[Connection | int]:
-        """What to wait for. A verifier may close the connection and go on: only the end of the process counts then."""
+        """Objects to wait for. If a verifier closed the connection, only the end of the process is left to wait for."""
         return [self._process.sentinel] if self._closed else [self._connection, self._process.sentinel]
 
     def is_idle(self) -> bool:
@@ -207,30 +208,30 @@ class _Worker:
     def is_dead(self) -> bool:
         return self._process.exitcode is not None
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         exit_code = self._process.exitcode
         return f"signal {-exit_code}" if exit_code and exit_code < 0 else f"code {exit_code}"
 
     def send(self, jobs: list[_Job], timeout_s: float) -> None:
-        """It waits for them and reads them at once, so this does not wait."""
+        """Send jobs to the idle process, which reads at once, so this does not wait."""
         self.jobs.extend(jobs)
         self.deadline_s = time.monotonic() + timeout_s
         try:
             self._connection.send(jobs)
-        except OSError:  # it has just died, or a thread that a verifier left behind keeps it from reading
+        except OSError:  # the process has just died, or a thread left behind by a verifier keeps it from reading
             self._closed = True
 
     def receive(self, timeout_s: float) -> list[GradedResponse]:
-        """The answers that are there.
+        """Return the answers that have arrived.
 
-        Raises: RolloutError if it could not make its environment.
+        Raises: RolloutError if the process could not make its environment.
         """
         answers: list[GradedResponse] = []
         try:
             while not self._closed and self._connection.poll():
                 match self._connection.recv():
                     case (str(kind), str(text)) if kind == _BROKEN:
-                        raise RolloutError(f"the environment cannot be made in a process that grades: {text}")
+                        raise RolloutError(f"a grading process cannot make the environment: {text}")
                     case str():
                         self.ready = True
                     case GradedResponse() as answer:
@@ -249,7 +250,7 @@ class _Worker:
 
 
 def _limit_stalls(connection: Connection) -> None:
-    """No read or write of half a message waits for ever; it is an OSError then."""
+    """Turn a read or write that stalls within a message into an OSError."""
     limit = struct.pack("ll", int(_MAX_STALL_S), 0)
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -257,7 +258,7 @@ def _limit_stalls(connection: Connection) -> None:
 
 
 def _kill_group(process: BaseProcess) -> None:
-    """It and what its verifiers have started; it leads the group from when it begins to run."""
+    """Kill the process and all processes that its verifiers started; it leads their process group."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -265,8 +266,8 @@ def _kill_group(process: BaseProcess) -> None:
 
 
 def _grade_until_closed(make_environment: MakeEnvironment, connection: Connection) -> None:
-    """The body of a grading process. What a verifier prints goes to the log of the process that started it."""
-    os.setpgrp()  # Ctrl-C in a terminal does not reach it either; the run decides what that means
+    """Body of a grading process. A verifier's output goes to the log of the parent process."""
+    os.setpgrp()  # also keeps Ctrl-C in a terminal from this process; the parent handles it
     _end_with_parent()
     try:
         episodes = LiveEpisodes(make_environment())
@@ -279,14 +280,14 @@ def _grade_until_closed(make_environment: MakeEnvironment, connection: Connectio
             jobs: list[_Job] = connection.recv()
             for job in jobs:
                 connection.send(episodes.answer(job.rollout_id, job.problem, job.responses))
-        except (EOFError, BrokenPipeError, ConnectionResetError):  # nobody is left to grade for
+        except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
             return
 
 
 def _end_with_parent() -> None:
-    """A verifier that hangs must not outlive a run that was killed.
+    """Kill this process group when the parent ends, even if a verifier hangs.
 
-    On Linux the kernel sees to that: beside a function in C that keeps the interpreter's lock no thread runs.
+    On Linux, the kernel sends the signal: no thread can run beside a C function that holds the interpreter's lock.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -296,10 +297,10 @@ def _end_with_parent() -> None:
         fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
-    def wait_for_its_end() -> None:
+    def kill_group_after_parent() -> None:
         parent.join()
-        while os.getppid() == parent.pid:  # a verifier that closes every file has closed what this waited for
+        while os.getppid() == parent.pid:  # join() returns early if a verifier closes every file descriptor
             time.sleep(_PARENT_CHECK_S)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=wait_for_its_end, daemon=True).start()
+    threading.Thread(target=kill_group_after_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The decisions of one iteration of the rollout loop, and their order. The loop and the simulator both run this."""
+"""The decisions of one iteration of the rollout loop, in order. The rollout loop and the simulator both run this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midflight.types import BatchChoice, FleetView
 
 
 class Rollouts(Protocol):
-    """The generation side of a run, which carries decisions out and reports to its ledger."""
+    """The generation side of a run, which carries out decisions and reports to its ledger."""
 
     def fleet(self) -> FleetView: ...
 
@@ -19,30 +19,30 @@ class Rollouts(Protocol):
         ...
 
     def abort(self) -> None:
-        """Interrupt everything in flight."""
+        """Interrupt all rollouts in flight."""
         ...
 
     def admit(self, num_rollouts: int) -> None: ...
 
     def generate(self) -> None:
-        """Sample the next token of everything in flight, and collect grades."""
+        """Sample the next token of every rollout in flight, and collect grades."""
         ...
 
     def has_room(self) -> bool:
-        """Return False while so many batches wait for the trainer that no more can be appended."""
+        """Return False while the stream of batches is full."""
         ...
 
     def hand_over(self, choice: BatchChoice) -> None:
-        """Append the chosen groups as the next batch, and drop the others that `choice` names."""
+        """Append the groups to train on as the next batch, and drop the groups to drop."""
         ...
 
 
 def iterate(schedule: Schedule, ledger: Ledger, rollouts: Rollouts) -> bool:
     """Run one iteration: weights, interruptions, admissions, a token, batches. Return True if a batch was handed over.
 
-    The schedule is asked only what can matter: updating if there are newer weights, aborting if something is in
-    flight, choosing if a batch is ready. Finished groups stay ready while there is no room for a batch. This changes no
-    batch: it is made of the groups that finished first, or were started first, whenever it is chosen.
+    The schedule is asked only when its answer can matter: about updates if there are newer weights, about aborts if
+    rollouts are in flight, about a batch if enough rollouts are ready. While the stream is full, finished groups stay
+    ready. This delay changes no batch: a batch holds the groups that finished first, or started first.
     """
     fleet = rollouts.fleet()
     if fleet.newest_version > fleet.version and schedule.should_update_weights(fleet):

@@ -1,6 +1,6 @@
-"""The ledger: the state of every group and rollout of a run, by id. The actor and the simulator drive the same one.
+"""The ledger: the state of every group and rollout of a run, by id. The actor and the simulator use the same ledger.
 
-A group that was started is in exactly one state:
+A started group is in exactly one state:
 
     open       a member waits, is in flight, or is ungraded
     ready      every member is done; the schedule may choose the group
@@ -12,7 +12,7 @@ A group that was started is in exactly one state:
 A member of an open group waits for its admission, is in flight, is ungraded, or is done. Rollout ids follow from group
 ids: group g has the rollouts g * group_size, g * group_size + 1, ...
 
-Not: tokens, prompts or rewards. The owner of the ledger holds them.
+Not here: tokens, prompts and rewards, which the owner of the ledger holds.
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ class ReadyGroups(Sequence[ReadyGroup]):
 
 
 class Ledger:
-    """Counts of a run, which its owner keeps up to date by reporting every event.
+    """Counts of a run, kept up to date by its owner, who reports every event.
 
-    `num_started` and `num_finished` leave out the rollouts of filtered, dropped and failed groups: others replace them.
+    `num_started` and `num_finished` do not count filtered, dropped and failed groups: new groups replace them.
     """
 
     def __init__(self, batch_size: int, group_size: int, state: ActorState | None = None) -> None:
-        """Continue from `state`: its open groups are open, and the owner reports what became of each member."""
+        """Continue from `state`: its open groups stay open, and the owner reports the state of each member."""
         self.batch_size, self._group_size = batch_size, group_size
-        self.state = _copy(state or ActorState())  # what a checkpoint keeps, but for the ids of open groups
+        self.state = _copy(state or ActorState())  # as in a checkpoint, except the ids of open groups
         self.ready = ReadyGroups()
         self.num_started = self.num_finished = self.state.num_batches * batch_size
         self._open: dict[GroupId, int] = dict.fromkeys(self.state.open_group_ids, group_size)  # members not done
         self._oldest_open = min(self._open, default=self.state.next_group_id)  # no open group has a lower id
         self._waiting: deque[RolloutId] = deque()
         self._ungraded: set[RolloutId] = set()
-        # A rollout counts one more version with every swap, so the order by swaps before its first version is constant.
+        # Every swap of weights adds one version to every rollout in flight, so their order by the number of swaps
+        # before the first version is constant.
         self._in_flight: dict[RolloutId, int] = {}  # -> swaps before its first version
         self._oldest_in_flight: list[tuple[int, RolloutId]] = []  # a heap; entries that differ from _in_flight are void
         self._version, self._num_swaps = -1, 0
@@ -95,7 +96,7 @@ class Ledger:
         )
 
     def snapshot(self) -> ActorState:
-        """A copy of the state for a checkpoint."""
+        """Copy of the state for a checkpoint."""
         return _copy(self.state, sorted([*self._open, *(group.group_id for group in self.ready)]))
 
     @property
@@ -113,16 +114,16 @@ class Ledger:
     # --- rollouts ---------------------------------------------------------------------------------------------
 
     def admit(self) -> RolloutId:
-        """The next rollout to start: the oldest interrupted one, else the next member of a new group."""
+        """Return the next rollout to start: the oldest interrupted one, else the next member of a new group."""
         if not self._waiting:
             self._open_group()
         self.num_started += 1
         return self._waiting.popleft()
 
     def started(self, rollout_id: RolloutId, num_versions: int, version: int) -> None:
-        """An engine has it, for its first turn or a later one.
+        """Record that an engine generates the rollout's first or a later turn.
 
-        `num_versions` counts the versions of its tokens, and `version`, which samples the next.
+        `num_versions` counts the different versions of its tokens and `version`, which samples the next token.
         """
         self._note_version(version)
         self._ungraded.discard(rollout_id)
@@ -131,20 +132,22 @@ class Ledger:
         heapq.heappush(self._oldest_in_flight, (before_first, rollout_id))
 
     def interrupted(self, rollout_ids: Sequence[RolloutId]) -> None:
-        """They left their engines unfinished, and wait in front of all others."""
+        """Record that these rollouts left their engines unfinished; they now wait in front of all others."""
         for rollout_id in rollout_ids:
             del self._in_flight[rollout_id]
         self._waiting.extendleft(sorted(rollout_ids, reverse=True))
         self.num_started -= len(rollout_ids)
 
     def ended(self, rollout_id: RolloutId) -> None:
-        """Its turn ended; it now waits for a grade or the next turn."""
+        """Record that the rollout's turn ended; the rollout now waits for a grade or its next turn."""
         del self._in_flight[rollout_id]
         self._ungraded.add(rollout_id)
 
     def done(self, rollout_id: RolloutId, num_tokens: int) -> bool:
-        """It has a grade, or failed. Return True if it was the last of its group: the owner then says what becomes of
-        the group."""
+        """Record that the rollout has a grade or failed. Return True if it was the last of its group.
+
+        The owner then makes the group ready, filters it or fails it.
+        """
         if rollout_id in self._ungraded:
             self._ungraded.remove(rollout_id)
             self.state.generated_lengths.append(num_tokens)
@@ -156,16 +159,16 @@ class Ledger:
     # --- rollouts of an earlier process -----------------------------------------------------------------------
 
     def put_back(self, rollout_id: RolloutId) -> None:
-        """An unfinished rollout that waits behind all others."""
+        """Record an unfinished rollout that waits behind all others."""
         self._waiting.append(rollout_id)
 
     def took_over(self, rollout_id: RolloutId, *, is_graded: bool = True) -> None:
-        """A rollout whose turn had ended; `done` follows, at once or when it has a grade."""
+        """Record a rollout whose turn had ended; the owner calls `done` at once, or when the rollout has a grade."""
         self.num_started += 1
         if not is_graded:
             self._ungraded.add(rollout_id)
 
-    # --- groups of which every member is done -----------------------------------------------------------------
+    # --- groups whose members are all done --------------------------------------------------------------------
 
     def make_ready(self, group_id: GroupId) -> None:
         del self._open[group_id]
@@ -173,27 +176,27 @@ class Ledger:
         self.ready.add(ReadyGroup(group_id, self._group_size))
 
     def filter(self, group_id: GroupId, lengths: Sequence[int]) -> None:
-        """Leave an open group out; `lengths` are those of its members (tokens)."""
+        """Leave out an open group; `lengths` are the response lengths of its members (tokens)."""
         del self._open[group_id]
         self.state.num_filtered_groups += 1
         self._leave_out(lengths)
 
     def drop(self, group_id: GroupId, lengths: Sequence[int]) -> None:
-        """Leave a ready group out; `lengths` are those of its members (tokens)."""
+        """Leave out a ready group; `lengths` are the response lengths of its members (tokens)."""
         self.ready.pop(group_id)
         self.num_finished -= self._group_size
         self.state.num_dropped_groups += 1
         self._leave_out(lengths)
 
     def fail(self, group_id: GroupId, reason: str) -> None:
-        """Leave an open group out; `reason` is why a member failed."""
+        """Leave out an open group; `reason` is the failure of a member."""
         del self._open[group_id]
         self.state.num_failed_groups += 1
         count_failure(self.state.failures, reason)
         self.num_started -= self._group_size
 
     def take(self, group_ids: Sequence[GroupId]) -> tuple[list[int], list[int]]:
-        """Put ready groups into the next batch; return the lengths generated and left out since the last batch."""
+        """Put ready groups into the next batch; return the generated and the left-out lengths since the last batch."""
         for group_id in group_ids:
             self.ready.pop(group_id)
         state = self.state

@@ -1,8 +1,8 @@
 """The rollout loop: generate, adopt new weights in flight, hand over the groups of each batch.
 
 consumes       problems, grades, and weights from the trainer
-waits for      grades or new weights, when the schedule wants nothing generated
-unblocked by   the grader answering, the trainer publishing; a stop request is seen within WAIT_SLICE_S
+waits for      grades or new weights, when the schedule admits no rollout and nothing is in flight
+unblocked by   an answer of the grader, new weights from the trainer; a stop request within WAIT_SLICE_S
 makes wait     the trainer, when it has no batch
 """
 
@@ -26,22 +26,22 @@ from midflight.types import BatchChoice, ChosenBatch, FleetView
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Minimum intervals between expensive chores, in seconds; 0 runs them every iteration."""
+    """Minimum intervals between expensive chores (seconds); 0 runs them every iteration."""
 
-    grades_s: float = 0.01  # exchanging responses for grades, while there is something to generate
-    save_s: float = 0.1  # writing what is in flight to the partial-rollout buffer
+    grades_s: float = 0.01  # exchange responses for grades, while rollouts are in flight
+    save_s: float = 0.1  # write the rollouts in flight to the partial-rollout buffer
 
 
 class BatchSink(Protocol):
-    """Where chosen groups go: a stream of them, or what makes a batch of them at once."""
+    """Destination of chosen groups: a stream, or preprocessing in the same process."""
 
     @property
     def capacity(self) -> int:
-        """As `Stream.capacity`; at least 2."""
+        """Same as `Stream.capacity`; at least 2."""
         ...
 
     def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
-        """As `Stream.append`."""
+        """Same as `Stream.append`."""
         ...
 
 
@@ -57,7 +57,7 @@ class RolloutLoop:
         partials: PartialBuffer | None = None,
         intervals: Intervals = Intervals(),
     ) -> None:
-        """What is in flight is written to `partials`, if there is one, now and then and at the end."""
+        """With `partials`, rollouts in flight are saved there every `intervals.save_s` and at the end."""
         self._actor = actor
         self._generator = generator
         self._schedule = schedule
@@ -66,22 +66,22 @@ class RolloutLoop:
         self._tracer = tracer
         self._partials = partials
         self._intervals = intervals
-        self._newest = 0  # version of the weights, as of this iteration
+        self._newest = 0  # newest version of the weights, as of this iteration
         self._next_grades_s = self._next_save_s = 0.0
         self._stats = RolloutStats(tracer, actor.state)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Until asked to stop."""
+        """Run iterations until `should_stop()` is true."""
         while not should_stop():
             newest = self._receiver.newest_version()
             assert newest is not None, "the trainer publishes its first weights before the loop starts"
-            # A trainer that was started again makes versions once more that are sampled with already.
+            # After a restart, the trainer publishes versions again that the engines already have.
             self.iteration(max(newest, self._generator.weight_version))
         self._actor.stop()
         self._save()
 
     def iteration(self, newest: int) -> None:
-        """Sample one token, with everything there is to do around it; `newest` is the newest version of the weights."""
+        """Run one iteration and the chores that are due; `newest` is the newest version of the weights."""
         self._newest = newest
         handed_over = iterate(self._schedule, self._actor.ledger, self)
         if (now_s := time.monotonic()) >= self._next_save_s:
@@ -91,7 +91,7 @@ class RolloutLoop:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for grades or new weights, unless the schedule itself has something to start."""
+        """Wait for grades or new weights, unless the schedule has rollouts to start."""
         if self._actor.ledger.num_ungraded:
             with self._tracer.span("grade"):
                 self._actor.collect_grades(WAIT_SLICE_S)
@@ -99,13 +99,13 @@ class RolloutLoop:
             with self._tracer.span("wait"):
                 self._receiver.wait(newer_than=self._newest, timeout_s=WAIT_SLICE_S)
 
-    # --- what an iteration decides ----------------------------------------------------------------------------
+    # --- steps of an iteration --------------------------------------------------------------------------------
 
     def fleet(self) -> FleetView:
         return self._actor.fleet(self._newest)
 
     def update_weights(self) -> None:
-        # The tensors of an update that is being copied must not be received over.
+        # `receive` would overwrite the tensors of an update that is still being copied.
         if self._generator.update_pending:
             return
         with self._tracer.span("update"):
@@ -123,7 +123,7 @@ class RolloutLoop:
         self._actor.admit(num_rollouts)
 
     def generate(self) -> None:
-        # A pending update goes on in steps, even if there is nothing left to sample.
+        # A pending update advances with every step, even if there is nothing left to sample.
         num_in_flight = self._generator.num_in_flight
         if num_in_flight or self._generator.update_pending:
             with self._tracer.span("decode", num_seqs=num_in_flight):
@@ -133,7 +133,7 @@ class RolloutLoop:
             self._next_grades_s = now_s + self._intervals.grades_s
 
     def has_room(self) -> bool:
-        """No I/O: the trainer made version v of batch v - 1, so every reader has at least come to that batch."""
+        """Return False while the stream of batches is full. No I/O: version v shows that batch v - 1 has been read."""
         return self._actor.ledger.state.num_batches < self._newest - 1 + self._sink.capacity
 
     def hand_over(self, choice: BatchChoice) -> None:

@@ -1,13 +1,12 @@
-"""The partial-rollout buffer: what the actor holds, in a SQLite file that outlives the process.
+"""The partial-rollout buffer: the actor's rollouts and counts in a SQLite file that outlives the process.
 
-    rollouts   one row per rollout of an open group: what became of it so far
-    tokens     what followed its prompt, in pieces with checksums, each written once: a token costs as much in a long
-               rollout as in a short one
+    rollouts   one row per rollout of an open group: its state so far
+    tokens     the tokens after the prompt, in pieces with checksums. Each piece is written once, so a token costs the
+               same in a long rollout and in a short one
     actor      one row: the actor's counts
 
-Prompts are not in it, they follow from the group's number. Every `save` is one transaction, so what is read back is the
-actor as it was at one moment. Killing the process loses nothing that was saved; a loss of power may undo the last
-saves, as it may those of the streams.
+Prompts are not saved; they follow from the group's id. Every `save` is one transaction, so `load` returns the actor at
+one moment. Killing the process loses nothing that was saved. A loss of power may undo the last saves, as in streams.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _PIECE = np.dtype([("token_ids", "<i4"), ("logprobs", "<f4"), ("weight_versions"
 
 
 class _Saved(NamedTuple):
-    """How far the file has come with a rollout."""
+    """State of a rollout in the file."""
 
     status: RolloutStatus
     finish_reason: FinishReason | None
@@ -59,20 +58,20 @@ class _Saved(NamedTuple):
 
 
 class PartialBuffer:
-    """The buffer at `path`, created if there is none. One actor writes it.
+    """The buffer at `path`, created if the file does not exist. Only one actor may write it.
 
-    Raises: StreamError if the file is damaged or cannot be written; what was saved before stays.
+    Raises: StreamError if the file is damaged or cannot be written; earlier saves stay.
     """
 
     def __init__(self, path: Path) -> None:
         self._states = Codec(ActorState)
-        self._saved: dict[RolloutId, _Saved] | None = None  # None: nothing by this object yet
+        self._saved: dict[RolloutId, _Saved] | None = None  # None until the first save of this object
         self._db = Database(path, "a partial-rollout buffer", _APPLICATION_ID, _TABLES)
 
     def load(self) -> ActorCheckpoint | None:
-        """The actor as it was last saved, everything in flight as partial rollouts; None if it never was.
+        """Return the actor as last saved, with rollouts in flight as partial ones, or None if it was never saved.
 
-        The rollouts come without their prompts.
+        The rollouts have no prompts.
         """
         with self._db.errors(ValueError, StreamError):
             state = self._db.execute("SELECT state FROM actor").fetchone()
@@ -87,10 +86,10 @@ class PartialBuffer:
         open_rollouts: Iterable[Rollout],
         tokens_of: Callable[[Rollout, int], Sequence[Segment]],
     ) -> None:
-        """Make the file hold this state, these rollouts and no others.
+        """Make the file hold this state and exactly these rollouts.
 
-        `tokens_of(rollout, n)` are the tokens after its prompt, without the first n.
-        Writes what is new since the last save of this object; its first one replaces all that an earlier one left.
+        `tokens_of(rollout, n)` returns the tokens after the prompt, without the first n.
+        Only changes since the last save of this object are written; its first save replaces everything in the file.
         """
         known = self._saved or {}
         saved: dict[RolloutId, _Saved] = {}
@@ -148,7 +147,7 @@ class PartialBuffer:
         )
 
     def _segments(self, rollout_id: int) -> list[Segment]:
-        """Raises: StreamError if a piece is damaged, or one is missing before another."""
+        """Return the segments after the prompt. Raises: StreamError if a piece is damaged or missing."""
         pieces = b""
         for start, piece, crc in self._db.execute(
             "SELECT start, piece, crc FROM tokens WHERE rollout_id = ? ORDER BY start", (rollout_id,)
@@ -164,7 +163,7 @@ class PartialBuffer:
 
 
 def segments_from(segments: Iterable[Segment], start: int) -> list[Segment]:
-    """Their tokens from the `start`-th of all on."""
+    """Return the segments without their first `start` tokens, counted over all segments."""
     rest: list[Segment] = []
     for segment in segments:
         if start < len(segment):
@@ -174,7 +173,7 @@ def segments_from(segments: Iterable[Segment], start: int) -> list[Segment]:
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:
-    """In the order of the columns."""
+    """Return the values of a row, in the order of the columns."""
     return (
         rollout.rollout_id,
         rollout.group_id,

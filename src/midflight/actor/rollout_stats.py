@@ -1,4 +1,4 @@
-"""What the rollout side measures between two batches."""
+"""Measurements of the rollout side between two batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midflight.types import ActorState
 
 
 class RolloutStats:
-    """Rates, waiting times and losses since the last `read`."""
+    """Rates, waiting times and left-out groups since the last `snapshot`."""
 
     def __init__(self, tracer: Tracer, state: ActorState) -> None:
         self._tracer = tracer

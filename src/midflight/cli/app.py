@@ -1,6 +1,8 @@
-"""The command line. Results go to stdout, everything else to stderr.
+"""Reinforcement learning for language models, with weights updated in flight.
 
-Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted (the run can be resumed).
+Results go to stdout, everything else to stderr.
+
+Exit codes: 0 success, 1 failed run, 2 wrong input, 130 interrupted run, which can be resumed.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ app.add_typer(config_app, name="config")
 
 
 def main() -> None:
-    """Run the command line; every midflight error is one line."""
-    # For losses and environments of the user's own; at the end, so that nothing lying there replaces a package.
+    """Run the command line; every midflight error is printed as one line."""
+    # For the user's own losses and environments. At the end of the path, so that no file there replaces a package.
     sys.path.append(str(Path.cwd()))
     try:
         app(standalone_mode=True)

@@ -1,4 +1,4 @@
-"""`midflight config ...`: recipes and scenarios, looked at without running them."""
+"""`midflight config ...`: show and check recipes without running them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import typer
 from midflight.cli.options import Overrides, RecipeArgument
 from midflight.config import describe_recipe, describe_scenario, dump_toml, load_recipe
 
-config_app = typer.Typer(no_args_is_help=True, help="Look at recipes without running them.")
+config_app = typer.Typer(no_args_is_help=True, help="Show and check recipes without running them.")
 
 
 @config_app.command()
 def show(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
-    """The resolved recipe, defaults included."""
+    """Print the resolved recipe, with all defaults."""
     print(dump_toml(load_recipe(recipe_path, overrides or [])))
 
 
 @config_app.command()
 def check(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
-    """Whether a recipe would run: keys, values, model directory, tokenizer."""
+    """Check that a recipe would run: keys, values, model directory, tokenizer, task."""
     from midflight.launch.build import check_recipe
 
     check_recipe(load_recipe(recipe_path, overrides or []))
@@ -29,9 +29,9 @@ def check(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
 
 @config_app.command()
 def keys(
-    scenario: Annotated[bool, typer.Option("--scenario", help="of scenarios, instead of recipes")] = False,
+    scenario: Annotated[bool, typer.Option("--scenario", help="list the keys of scenarios")] = False,
 ) -> None:
-    """Every recipe key with its type, default and meaning."""
+    """List every recipe key with its type, default and meaning."""
     for key, kind, default, description in describe_scenario() if scenario else describe_recipe():
         print(f"{key}  ({kind}, default {default})")
         if description:

@@ -1,4 +1,4 @@
-"""`midflight report` and `compare`: finished runs side by side, and runs made to be compared."""
+"""`midflight report` and `compare`: tables and plots of finished runs, and new runs to compare."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SCHEDULES = "conventional,pipeline,april,bounded"
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="finished or interrupted runs")],
-    plot: Annotated[Path | None, typer.Option(help="also draw reward against seconds and samples here (PNG)")] = None,
+    plot: Annotated[Path | None, typer.Option(help="also plot reward against seconds and samples (PNG)")] = None,
     diagnostics: Annotated[
-        Path | None, typer.Option(help="also draw here how far off-policy tokens were, by lag and position (PNG)")
+        Path | None, typer.Option(help="also plot off-policy measures by lag and position (PNG)")
     ] = None,
 ) -> None:
-    """Compare runs: a table, and plots."""
+    """Compare finished runs in a table, and in plots."""
     from midflight.report.runs import plot_runs, run_table
 
     print(run_table(runs))
@@ -42,21 +42,25 @@ def compare(
     schedules: Annotated[
         str | None, typer.Option(metavar=_VARIANTS, help="default: conventional,pipeline,april,bounded")
     ] = None,
-    losses: Annotated[str | None, typer.Option(metavar=_VARIANTS, help="what to compare instead of schedules")] = None,
-    seconds: Annotated[float | None, typer.Option(help="of training, for each run; default: 120")] = None,
+    losses: Annotated[
+        str | None, typer.Option(metavar=_VARIANTS, help="losses to compare, instead of schedules")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="training time of each run (seconds); default: 120")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps of each run, instead of seconds")] = None,
-    num_seeds: Annotated[int, typer.Option("--seeds", help="runs of each; medians over them are shown")] = 1,
+    num_seeds: Annotated[int, typer.Option("--seeds", help="runs per variant; the table shows their medians")] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="new or empty, for runs and results; default runs/compare-DATE-TIME")
+        Path | None, typer.Option(help="new or empty directory of runs and results; default: runs/compare-DATE-TIME")
     ] = None,
     accuracy_every: Annotated[
-        int, typer.Option(metavar="STEPS", help="evaluate checkpoints so many optimizer steps apart; 0: none")
+        int, typer.Option(metavar="STEPS", help="optimizer steps between evaluated checkpoints; 0: no evaluation")
     ] = 20,
     as_json: Json = False,
 ) -> None:
-    """Run a recipe under several schedules or losses in turn: same problems. Leave the machine alone meanwhile.
+    """Train with several schedules or losses, one after another, on the same problems, and compare the runs.
 
-    A KEY of another section is written SECTION.KEY, as in --losses dapo,ppo:advantage.type=value.
+    For comparable times, nothing else should run on the machine.
+
+    Write a KEY of another section as SECTION.KEY: --losses dapo,ppo:advantage.type=value.
     """
     from midflight.experiments.compare import plan_comparison, run_comparison
     from midflight.experiments.comparison_rows import comparison_table
@@ -64,9 +68,9 @@ def compare(
     from midflight.experiments.variants import parse_variants
 
     if schedules and losses:
-        raise RecipeError("--schedules and --losses: one of them at a time")
+        raise RecipeError("--schedules and --losses cannot be used together; remove one of them")
     if seconds is not None and steps is not None:
-        raise RecipeError("--seconds and --steps: one of them at a time")
+        raise RecipeError("--seconds and --steps cannot be used together; remove one of them")
     comparison = plan_comparison(
         recipe_path,
         overrides or [],

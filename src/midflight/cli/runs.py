@@ -28,16 +28,16 @@ def train(
         Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="a TOML file or a shipped recipe; with --resume a run")
     ],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with an interrupted run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train: generate, score and learn at the same time, with weights updated in flight."""
+    """Train a model: generate, grade and learn at the same time, with weights updated in flight."""
     from midflight.run.directory import open_run
 
     if resume:
         _train(*open_run(target, overrides or []), as_json)
     elif target.is_dir():
-        raise RecipeError(f"{target} is a directory; to go on with the run in it, add --resume")
+        raise RecipeError(f"{target} is a directory; to continue the run in it, add --resume")
     else:
         _train(None, load_recipe(target, overrides or []), as_json)
 
@@ -79,9 +79,11 @@ def _train(run: RunDirectory | None, recipe: Recipe, as_json: bool) -> dict[str,
 def evaluate(
     recipe_path: RecipeArgument,
     overrides: Overrides = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="a model directory; default: the recipe's model")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="model directory to evaluate; default: the recipe's model")
+    ] = None,
 ) -> None:
-    """Accuracy of a checkpoint on held-out problems, as JSON."""
+    """Measure the accuracy of a model on held-out problems, and print it as JSON."""
     from dataclasses import asdict
 
     from midflight.launch.build import check_evaluation
@@ -98,10 +100,10 @@ def serve(
     recipe_path: RecipeArgument,
     overrides: Overrides = None,
     join: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="generate for this run, whose engine.type is http")
+        Path | None, typer.Option(metavar="RUN_DIR", help="generate for this run, which has engine.type = http")
     ] = None,
 ) -> None:
-    """Serve the model over HTTP: OpenAI's API, token ids and weight versions, in-flight weight updates."""
+    """Serve the model over HTTP: OpenAI's API, plus token ids, weight versions and in-flight weight updates."""
     from midflight.run.engine_registry import Registration
     from midflight.run.serve import serve_model
 

@@ -1,4 +1,4 @@
-"""`midflight doctor` and `new`: commands that come before the first run of one's own."""
+"""`midflight doctor` and `new`: commands for setting up a first project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midflight.metrics.jsonl import json_text
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check this machine: what works here, what does not, and the remedy. Exit code 1 if training does not work."""
+    """Check that midflight works on this machine, and suggest remedies. Exit code 1 if training does not work."""
     from midflight.report.doctor import check_machine, obstacles, print_checks
 
     checks = check_machine(Path.cwd())
@@ -25,7 +25,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def new(
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="new or empty")],
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="new or empty directory")],
 ) -> None:
     """Write a small project that trains at once: a task, a test of the task, a recipe and a model."""
     from midflight.run.project import write_project

@@ -3,10 +3,10 @@
 A recipe is TOML; `section.key=value` on the command line overrides it. Relative paths are relative to the recipe's
 directory in a recipe, and to the working directory on the command line.
 
-If the command line changes the `type` of a section, keys of the old type go. `[schedule]`, `[loss]`, `[streams]` and
-`[weights]` start afresh, in the order of the command line. `[engine]`, `[trainer]`, `[advantage]` and `[task]` keep the
-keys that both types have, and other overrides of theirs apply to the new type. Scenarios, which are simulated, are
-files of the same form.
+If the command line changes the `type` of a section, the section loses the keys of the old type. `[schedule]`, `[loss]`,
+`[streams]` and `[weights]` then start empty, and overrides apply in the order of the command line. `[engine]`,
+`[trainer]`, `[advantage]` and `[task]` keep the keys that both types have, and all overrides apply to the new type.
+Scenarios, which are simulated, are files of the same form.
 """
 
 from midflight.config.files import (

@@ -1,4 +1,4 @@
-"""Recipes and scenarios as TOML files with command-line overrides; what is wrong with one, in one line."""
+"""Recipes and scenarios as TOML files with command-line overrides; every error is one line."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ SHIPPED_RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class FileKind(Generic[Document]):
-    """What a file of sections is read into, and how it is spoken of."""
+    """A kind of TOML file: its model, and the words for its messages."""
 
     model: type[Document]
     noun: str
     error: type[MidflightError]
-    paths: tuple[tuple[str, str], ...]  # keys that are paths: relative to the file
-    moved: Mapping[str, str] = field(default_factory=dict)  # keys of earlier versions, and where they are now
-    shipped: Mapping[str, Path] = field(default_factory=dict)  # name -> file of the package
+    paths: tuple[tuple[str, str], ...]  # keys with paths, which are relative to the file
+    moved: Mapping[str, str] = field(default_factory=dict)  # key in an earlier version -> key now
+    shipped: Mapping[str, Path] = field(default_factory=dict)  # name -> file in the package
 
     def load(self, path: Path, overrides: Sequence[str] = ()) -> Document:
-        """Read, override and validate a file, or the shipped file of that name.
+        """Read, override and validate a file, or the shipped file with this name.
 
-        Raises: `error`, one line: which key and what would work.
+        Raises: `error`, whose one line names the key and values that would work.
         """
         if not path.exists():
             path = self.shipped.get(str(path), path)
@@ -57,7 +57,10 @@ class FileKind(Generic[Document]):
             raise self.error(self._one_line(error)) from error
 
     def describe(self) -> list[tuple[str, str, str, str]]:
-        """(key, type, default, description) of every key; one that not every `type` of a section has says which do."""
+        """Return (key, type, default, description) of every key.
+
+        If only some types of a section have the key, the description names these types.
+        """
         rows: dict[tuple[str, str, str, str], list[str]] = {}
         for name, section_field in self.model.model_fields.items():
             members = members_of(section_field.annotation) or {"": sections_of(section_field.annotation)[0]}
@@ -75,7 +78,7 @@ class FileKind(Generic[Document]):
         return "" if name == "type" or len(types) >= len(self._members(section)) else f" (of {', '.join(types)})"
 
     def _comes_later(self, override: str) -> bool:
-        """Whether an override applies to the section that others have chosen the type of."""
+        """True if the override must be applied after the overrides that choose the type of its section."""
         section, _, name = override.partition("=")[0].strip().partition(".")
         return not (name == "type" and self._keeps(section))
 
@@ -89,11 +92,11 @@ class FileKind(Generic[Document]):
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) < 2:
-            raise self.error(f"override {override!r} is not of the form section.key=value")
+            raise self.error(f"override {override!r} does not have the form section.key=value")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            value = text  # a bare word is a string
+            value = text  # an unquoted word is a string
         override_values: dict[str, Any] = {parts[-1]: value}
         for part in reversed(parts[:-1]):
             override_values = {part: override_values}
@@ -103,7 +106,7 @@ class FileKind(Generic[Document]):
         self._merge(values, override_values, key)
 
     def _change_type(self, table: dict[str, Any], section: str, new_type: object) -> None:
-        """Remove the keys that belong to the old type of a section, if it is another one."""
+        """Remove the keys of the old type of a section, if the new type differs."""
         members = self._members(section)
         if table.get("type", self._default_type(section)) == new_type:
             return
@@ -160,7 +163,7 @@ class FileKind(Generic[Document]):
         return fields["type"].default if "type" in fields else None
 
     def _keeps(self, section: str) -> bool:
-        """Whether a section keeps the keys that its old and its new type share."""
+        """True if a section keeps the keys that its old and its new type share."""
         info = self.model.model_fields.get(section)
         return info is not None and (ByType(keeps=True) in info.metadata or not self._members(section))
 
@@ -192,10 +195,10 @@ describe_recipe, describe_scenario = RECIPE.describe, SCENARIO.describe
 
 
 def dump_toml(document: Section) -> str:
-    """A resolved recipe or scenario as TOML; loading it gives the same one."""
+    """Return a resolved recipe or scenario as TOML; loading the text gives an equal document."""
     lines: list[str] = []
     for section, values in document.model_dump(mode="json", exclude_none=True).items():
-        keys = sorted(values, key=lambda key: key != "type")  # it says which keys there are
+        keys = sorted(values, key=lambda key: key != "type")  # the type first, since the other keys depend on it
         lines += [f"[{section}]", *(f"{key} = {_toml_value(values[key])}" for key in keys), ""]
     return "\n".join(lines)
 
@@ -205,7 +208,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """TOML of plain JSON-like values; json's strings, numbers and lists are TOML already."""
+    """Return a JSON-like value as TOML; strings, numbers and lists are the same in both."""
     if value is None:
         return "unset"
     if isinstance(value, dict):

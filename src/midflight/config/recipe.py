@@ -1,4 +1,4 @@
-"""A whole recipe, and what its sections must agree on."""
+"""The whole recipe, and the checks across its sections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recipe(Section):
 
     @property
     def max_length(self) -> int:
-        """Of a prompt and its response, tokens."""
+        """Longest prompt and response together (tokens)."""
         return self.engine.max_prompt_tokens + self.sampling.max_tokens
 
     @pydantic.model_validator(mode="after")
@@ -60,7 +60,7 @@ class Recipe(Section):
         if batch.max_tokens < self.max_length:
             raise ValueError(
                 f"batch.max_tokens = {batch.max_tokens} cannot hold one sequence of engine.max_prompt_tokens +"
-                f" sampling.max_tokens = {self.max_length} tokens"
+                f" sampling.max_tokens = {self.max_length} tokens; {self.max_length} or more would work"
             )
         check_queue(self.schedule, batch.batch_size)
         return self
@@ -69,7 +69,7 @@ class Recipe(Section):
     def check_preprocess(self) -> Recipe:
         if self.preprocess.threads is not None and self.preprocess.process != "own":
             raise ValueError(
-                "preprocess.threads is of a process of its own, and preprocess.process ="
+                "preprocess.threads needs a separate preprocessing process, but preprocess.process ="
                 f" {self.preprocess.process!r}; 'own' would work"
             )
         return self
@@ -79,17 +79,18 @@ class Recipe(Section):
         advantage, loss = self.advantage, self.loss
         if self.batch.group_size == 1 and advantage.type in GROUP_BASELINES:
             raise ValueError(
-                f"advantage.type = {advantage.type!r} compares the rollouts of a group, and batch.group_size = 1: every"
+                f"advantage.type = {advantage.type!r} compares the rollouts of a group, but batch.group_size = 1: every"
                 " advantage would be 0; a larger group, or advantage.type = 'value' or 'none' would work"
             )
         if loss.type == "ppo" and advantage.type != "value":
             raise ValueError(
-                f"loss.type = 'ppo' learns a value function, and advantage.type = {advantage.type!r} has none;"
+                f"loss.type = 'ppo' learns a value function, but advantage.type = {advantage.type!r} has none;"
                 " advantage.type = 'value', or loss.type = 'dapo' or 'grpo' would work"
             )
         if loss.kl_coefficient is None and (self.reference.path or self.reference.url):
             raise ValueError(
-                "[reference] is used by loss.kl_coefficient, which is not set; 0 would only measure the KL"
+                "[reference] is used only with loss.kl_coefficient, which is not set; loss.kl_coefficient = 0 would"
+                " measure the KL"
             )
         if self.reference.path and self.reference.url:
             raise ValueError(
@@ -99,6 +100,6 @@ class Recipe(Section):
         if self.reward.overlong_buffer >= self.sampling.max_tokens:
             raise ValueError(
                 f"reward.overlong_buffer = {self.reward.overlong_buffer} is not less than sampling.max_tokens ="
-                f" {self.sampling.max_tokens}: every response would be punished for its length"
+                f" {self.sampling.max_tokens}: every response would be penalized for its length"
             )
         return self

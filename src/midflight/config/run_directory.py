@@ -1,4 +1,4 @@
-"""The layout of a run directory, and its locks: no two processes write one run."""
+"""The layout of a run directory, and its locks: no two processes write the same run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import IO
 
 from midflight.errors import RunDirectoryError
 
-_STOP_TIMEOUT_S = 60.0  # a worker may be at a long optimizer step, or at a checkpoint
+_STOP_TIMEOUT_S = 60.0  # a worker may be in a long optimizer step or writing a checkpoint
 _POLL_S = 0.05
 _WORKER_LOCK = ".worker.lock"
 
 
-class _Below:
-    """The path of that name in a run directory."""
+class _Entry:
+    """Path of a file or directory in a run directory, as an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,22 +31,22 @@ class _Below:
 class RunDirectory:
     path: Path
 
-    config = _Below("config.toml")
-    metrics = _Below("metrics.jsonl")
-    summary = _Below("summary.json")
-    trace = _Below("trace.json")
-    checkpoints = _Below("checkpoints")
-    batches = _Below("streams/batches.sqlite")
-    groups = _Below("streams/groups.sqlite")  # only if preprocessing is a process of its own
-    partials = _Below("streams/partials.sqlite")
-    identity_file = _Below("streams/identity")
-    spare_weights = _Below("weights.shared")  # weights are shared through it if shared memory is too small
-    engines = _Below("engines")  # where servers that generate for this run say where they are
-    rejected_batches = _Below("logs/rejected")
+    config = _Entry("config.toml")
+    metrics = _Entry("metrics.jsonl")
+    summary = _Entry("summary.json")
+    trace = _Entry("trace.json")
+    checkpoints = _Entry("checkpoints")
+    batches = _Entry("streams/batches.sqlite")
+    groups = _Entry("streams/groups.sqlite")  # only if preprocessing has its own process
+    partials = _Entry("streams/partials.sqlite")
+    identity_file = _Entry("streams/identity")
+    spare_weights = _Entry("weights.shared")  # replaces shared memory that is too small for the weights
+    engines = _Entry("engines")  # where servers that generate for this run register their addresses
+    rejected_batches = _Entry("logs/rejected")
 
     @property
     def identity(self) -> str:
-        """No other run has the same, wherever it is."""
+        """Globally unique name of the run."""
         return self.identity_file.read_text().strip()
 
     def log(self, role: str) -> Path:
@@ -57,34 +57,34 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Raises: RunDirectoryError if another process is writing this run."""
+        """Hold the lock of the run. Raises: RunDirectoryError if another process holds it."""
         with (self.path / ".lock").open("w") as lock:
             if not _try_lock(lock):
-                raise RunDirectoryError(f"{self.path} is in use by another run")
+                raise RunDirectoryError(f"{self.path} is in use by another process")
             yield
 
     @contextlib.contextmanager
     def worker_locked(self, name: str) -> Iterator[None]:
-        """What a worker holds while it lives: there is one of each name, whoever started it.
+        """Hold the lock of a worker: at most one worker of each name lives, whichever supervisor started it.
 
-        Raises: RunDirectoryError if there is another one.
+        Raises: RunDirectoryError if another worker of this name lives.
         """
         with (self.path / f".{name}{_WORKER_LOCK}").open("w") as lock:
             if not _try_lock(lock):
-                raise RunDirectoryError(f"{self.path} is in use: it has a {name} process already")
+                raise RunDirectoryError(f"{self.path} is in use: a {name} process is already running")
             yield
 
-    def wait_for_workers(self, say: Callable[[str], object]) -> None:
-        """Until no worker of an earlier supervisor is left, which it may outlive by a moment.
+    def wait_for_workers(self, note: Callable[[str], object]) -> None:
+        """Wait until no worker of an earlier supervisor is left; workers may outlive it by a moment.
 
-        Raises: RunDirectoryError if one does not end.
+        Raises: RunDirectoryError if a worker does not stop in time.
         """
         deadline_s: float | None = None
         for path in self.path.glob(f".*{_WORKER_LOCK}"):
             with path.open("w") as lock:
                 while not _try_lock(lock):
                     if deadline_s is None:
-                        say("waiting for the processes of an earlier run in this directory to stop")
+                        note("waiting for the processes of an earlier run in this directory to stop")
                         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
                     if time.monotonic() >= deadline_s:
                         raise RunDirectoryError(f"{self.path} is in use: processes of an earlier run do not stop")

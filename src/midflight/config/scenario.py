@@ -1,6 +1,6 @@
-"""Scenarios: hardware that is not there, and what runs on it, for `midflight simulate` and `midflight plan`.
+"""Scenarios: simulated hardware and its workload, for `midflight simulate` and `midflight plan`.
 
-The file is TOML with overrides like a recipe's, and has a recipe's `[schedule]`. Times are in `simulation.time_unit`,
+A scenario is TOML with overrides, like a recipe, and has the same `[schedule]`. Times are in `simulation.time_unit`,
 rates in tokens per that unit. The defaults are the case study in appendix A of the PipelineRL paper.
 """
 
@@ -20,7 +20,9 @@ from midflight.config.section import ByType, Section
 class ClusterConfig(Section):
     num_gpus: int = Field(128, ge=1, description="N: devices that generate or train")
     num_engines: int | None = Field(
-        None, ge=1, description="I: engines that generate while the other devices train; not of schedules in turns"
+        None,
+        ge=1,
+        description="I: engines that generate while the other devices train; unused by schedules that take turns",
     )
 
 
@@ -35,14 +37,14 @@ class ScenarioBatchConfig(Section):
     def check_groups(self) -> ScenarioBatchConfig:
         if self.batch_size % self.group_size:
             raise ValueError(
-                f"batch_size = {self.batch_size} is not a multiple of group_size = {self.group_size}: groups are"
+                f"batch_size = {self.batch_size} is not a multiple of group_size = {self.group_size}, and groups are"
                 " trained whole"
             )
         return self
 
 
 class UniformLengthsConfig(Section):
-    """1 to `max` tokens, all as likely."""
+    """1 to `max` tokens, all lengths equally likely."""
 
     type: Literal["uniform"] = "uniform"
     max: int = Field(8192, ge=1, description="L: longest response, tokens")
@@ -50,17 +52,17 @@ class UniformLengthsConfig(Section):
 
 class ConstantLengthsConfig(Section):
     type: Literal["constant"] = "constant"
-    length: int = Field(ge=1, description="of every response, tokens")
+    length: int = Field(ge=1, description="length of every response, tokens")
 
 
 class LogNormalLengthsConfig(Section):
     """A long tail, cut off: min(ceil(median * exp(group_sigma * z_group + sigma * z)), max)."""
 
     type: Literal["lognormal"] = "lognormal"
-    median: float = Field(gt=0, description="of responses that are not cut off, tokens")
-    sigma: float = Field(ge=0, description="of the logarithm, between rollouts of a group")
-    group_sigma: float = Field(0.0, ge=0, description="of the logarithm, between groups")
-    max: int = Field(ge=1, description="longer ones are cut off here, tokens")
+    median: float = Field(gt=0, description="median length without the cut-off, tokens")
+    sigma: float = Field(ge=0, description="standard deviation of the logarithm between rollouts of a group")
+    group_sigma: float = Field(0.0, ge=0, description="standard deviation of the logarithm between groups")
+    max: int = Field(ge=1, description="longer responses are cut off here, tokens")
 
     @pydantic.model_validator(mode="after")
     def check_sigmas(self) -> LogNormalLengthsConfig:
@@ -71,9 +73,9 @@ class LogNormalLengthsConfig(Section):
 
 class TwoPointLengthsConfig(Section):
     type: Literal["two_point"] = "two_point"
-    short: int = Field(ge=1, description="most responses, tokens")
-    long: int = Field(ge=1, description="the others, tokens")
-    long_share: float = Field(ge=0, le=1, description="how many are long")
+    short: int = Field(ge=1, description="length of short responses, tokens")
+    long: int = Field(ge=1, description="length of long responses, tokens")
+    long_share: float = Field(ge=0, le=1, description="share of long responses")
 
 
 class ListedLengthsConfig(Section):
@@ -81,17 +83,15 @@ class ListedLengthsConfig(Section):
     file: Path | None = Field(
         None, description="JSON object with lengths, counts and has_gradient, for lists too long for a scenario"
     )
-    lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, description="of responses, tokens")
+    lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, description="response lengths, tokens")
     counts: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
-        None, description="how often each was seen; default: once"
+        None, description="number of responses of each length; default: one"
     )
-    order: Literal["random", "cycled"] = Field(
-        "random", description="draw from the list, or go through it again and again"
-    )
+    order: Literal["random", "cycled"] = Field("random", description="draw from the list, or repeat it in order")
     has_gradient: tuple[bool, ...] | None = Field(
         None,
-        description="with order = 'cycled', of each group of batch.group_size lengths: whether training on it takes"
-        " time; default: as training.without_gradient_fraction has it",
+        description="with order = 'cycled', for each group of batch.group_size lengths: true if training on it takes"
+        " time; default: drawn with training.without_gradient_fraction",
     )
 
     @pydantic.model_validator(mode="before")
@@ -106,7 +106,7 @@ class ListedLengthsConfig(Section):
 
     @pydantic.model_serializer(mode="wrap")
     def without_file(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Everything that is not in the file."""
+        """Dump the keys that `file` does not provide."""
         in_file = ("lengths", "counts", "has_gradient") if self.file else ()
         return {key: value for key, value in dump(self).items() if key not in in_file}
 
@@ -114,17 +114,17 @@ class ListedLengthsConfig(Section):
     def check_counts(self) -> ListedLengthsConfig:
         for key, order in (("has_gradient", "cycled"), ("counts", "random")):
             if getattr(self, key) is not None and self.order != order:
-                raise ValueError(f"{key} is of order = {order!r}, and it is {self.order!r}")
+                raise ValueError(f"{key} needs order = {order!r}, but order = {self.order!r}")
         if self.counts is not None and len(self.counts) != len(self.lengths):
-            raise ValueError(f"there are {len(self.counts)} counts for {len(self.lengths)} lengths")
+            raise ValueError(f"there are {len(self.counts)} counts for {len(self.lengths)} lengths; list one for each")
         if self.counts is not None and not sum(self.counts):
-            raise ValueError("counts are all 0")
+            raise ValueError("counts are all 0; at least one must be positive")
         return self
 
 
 class RunLengthsConfig(Section):
     type: Literal["run"] = "run"
-    directory: Path = Field(description="a run directory: all responses that run generated")
+    directory: Path = Field(description="run directory: lengths of all responses that this run generated")
 
 
 LengthsConfig = Annotated[
@@ -139,7 +139,7 @@ LengthsConfig = Annotated[
 
 
 class PaperDecodeConfig(Section):
-    """The U(h) of an H100 that the PipelineRL paper's figures imply, in tokens per flash."""
+    """U(h) of an H100 as implied by the PipelineRL paper's figures, in tokens per flash."""
 
     type: Literal["paper"] = "paper"
 
@@ -149,65 +149,70 @@ class TableDecodeConfig(Section):
 
     type: Literal["table"] = "table"
     gpus_per_engine: int = Field(1, ge=1, description="devices of one engine (tensor parallelism)")
-    sizes: tuple[int, ...] = Field(description="numbers of sequences in flight, going up")
-    rates: tuple[float, ...] = Field(description="U at each: tokens per unit of time, never going down")
-    pad_to: int = Field(1, ge=1, description="a step costs as much as one with the next multiple of so many sequences")
-    beyond: Literal["error", "hold"] = Field("error", description="past the last size: refuse, or go on with its rate")
+    sizes: tuple[int, ...] = Field(description="numbers of sequences in flight, ascending")
+    rates: tuple[float, ...] = Field(description="U at each size: tokens per unit of time, never descending")
+    pad_to: int = Field(1, ge=1, description="a step costs as much as if padded to a multiple of this many sequences")
+    beyond: Literal["error", "hold"] = Field("error", description="beyond the last size: refuse, or keep its rate")
 
 
 class AffineDecodeConfig(Section):
-    """A step of h sequences that hold c response tokens takes base + per_sequence * h + per_token * c."""
+    """A step over h sequences with c response tokens takes base + per_sequence * h + per_token * c."""
 
     type: Literal["affine"] = "affine"
     gpus_per_engine: int = Field(1, ge=1, description="devices of one engine (tensor parallelism)")
-    base: float = Field(ge=0, description="time of a step, whatever it holds: reading the weights, overhead")
-    per_sequence: float = Field(0.0, ge=0, description="time for each sequence: arithmetic, sampling")
-    per_token: float = Field(0.0, ge=0, description="time for each response token that is held: reading keys, values")
+    base: float = Field(ge=0, description="constant time of a step: reading the weights, overhead")
+    per_sequence: float = Field(0.0, ge=0, description="time per sequence: arithmetic, sampling")
+    per_token: float = Field(0.0, ge=0, description="time per response token in the KV cache: reading keys and values")
 
 
 DecodeConfig = Annotated[PaperDecodeConfig | TableDecodeConfig | AffineDecodeConfig, ByType()]
 
 
 class TrainingConfig(Section):
-    time_per_token: float = Field(4.919, ge=0, description="tau: of one device, for one token; n devices take 1/n")
-    time_per_step: float = Field(0.0, ge=0, description="of an optimizer step besides, however many devices")
+    time_per_token: float = Field(4.919, ge=0, description="tau: time of one device for one token; n devices take 1/n")
+    time_per_step: float = Field(0.0, ge=0, description="additional time per optimizer step, for any number of devices")
     without_gradient_fraction: float = Field(
         0.0, ge=0, le=1, description="share of groups whose advantages are all 0: training on them takes no time"
     )
 
     @property
     def mean_time_per_token(self) -> float:
-        """Of all tokens, with and without a gradient."""
+        """Mean over all tokens, with and without a gradient."""
         return self.time_per_token * (1 - self.without_gradient_fraction)
 
 
 class DelaysConfig(Section):
-    """What keeps weights and batches on their way, and engines from generating."""
+    """Delays of weights and batches, and pauses of the engines."""
 
-    transfer: float = Field(0.0, ge=0, description="time from the end of an optimizer step until engines may adopt")
-    preprocess: float = Field(0.0, ge=0, description="time from a batch being complete until it can be trained on")
-    update_pause: float = Field(0.0, ge=0, description="time that an engine stands still while it adopts new weights")
-    handover_pause: float = Field(0.0, ge=0, description="time that engines stand still while a batch is made up")
+    transfer: float = Field(
+        0.0, ge=0, description="time from the end of an optimizer step until engines can adopt its weights"
+    )
+    preprocess: float = Field(0.0, ge=0, description="time from a complete batch to the start of training on it")
+    update_pause: float = Field(0.0, ge=0, description="pause of an engine while it adopts new weights")
+    handover_pause: float = Field(0.0, ge=0, description="pause of all engines while a batch is assembled")
 
 
 class FailuresConfig(Section):
-    """Engines that die; their rollouts go on elsewhere with the tokens they have."""
+    """Engine failures; rollouts of a failed engine continue on other engines with the tokens they have."""
 
-    mean_time_between: float | None = Field(None, gt=0, description="of one engine, exponential; default: none fails")
-    repair_time: float = Field(0.0, ge=0, description="until it is back")
+    mean_time_between: float | None = Field(
+        None, gt=0, description="mean time between failures of one engine, exponential; default: no failures"
+    )
+    repair_time: float = Field(0.0, ge=0, description="time from a failure until the engine is back")
 
 
 class SimulationConfig(Section):
-    time_unit: str = Field("flash", min_length=1, description="what times are counted in, for people")
-    num_steps: int = Field(1000, ge=1, description="optimizer steps")
-    num_warm_up_steps: int = Field(200, ge=0, description="of those, how many first ones are left out of the figures")
-    seed: int = Field(0, ge=0, description="lengths, filtering and failures follow from it")
+    time_unit: str = Field("flash", min_length=1, description="name of the time unit in output")
+    num_steps: int = Field(1000, ge=1, description="number of optimizer steps")
+    num_warm_up_steps: int = Field(200, ge=0, description="number of first optimizer steps left out of the figures")
+    seed: int = Field(0, ge=0, description="seed of lengths, filtering and failures")
 
     @pydantic.model_validator(mode="after")
     def check_steps(self) -> SimulationConfig:
         if self.num_warm_up_steps >= self.num_steps:
             raise ValueError(
-                f"num_warm_up_steps = {self.num_warm_up_steps} leaves none of num_steps = {self.num_steps}"
+                f"num_warm_up_steps = {self.num_warm_up_steps} leaves none of num_steps = {self.num_steps}; raise"
+                " num_steps or lower num_warm_up_steps"
             )
         return self
 
@@ -219,7 +224,7 @@ class Scenario(Section):
     schedule: ScheduleConfig = PipelineConfig()
     decode: DecodeConfig = PaperDecodeConfig()
     training: TrainingConfig = TrainingConfig()
-    # Of schedules that take turns, where that differs: on a CPU, engines then have all cores.
+    # For schedules that take turns, if their costs differ: on a CPU, engines then use all cores.
     colocated_decode: DecodeConfig | None = None
     colocated_training: TrainingConfig | None = None
     delays: DelaysConfig = DelaysConfig()
@@ -234,8 +239,8 @@ class Scenario(Section):
             return self
         if len(listed.has_gradient) * self.batch.group_size != len(listed.lengths):
             raise ValueError(
-                f"lengths.has_gradient has {len(listed.has_gradient)} groups, and {len(listed.lengths)} lengths in"
-                f" groups of batch.group_size = {self.batch.group_size} are not as many"
+                f"lengths.has_gradient has {len(listed.has_gradient)} groups, which does not fit {len(listed.lengths)}"
+                f" lengths in groups of batch.group_size = {self.batch.group_size}"
             )
         return self
 

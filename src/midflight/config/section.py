@@ -1,4 +1,4 @@
-"""The base of every section: frozen, without unknown keys. A union of sections is chosen from by the key `type`."""
+"""The base of every section: frozen, without unknown keys. In a union of sections, the key `type` chooses one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
-# The name, in messages, of the section that a user's own import path chooses.
+# The name, in messages, of the section that an import path chooses.
 OWN_TYPE = "package.module:name"
 
 
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class OwnSection(Section):
-    """The member of a union for an implementation of the user's own."""
+    """The member of a union for the user's own implementation."""
 
     type: ImportPath
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own implementation")
@@ -35,9 +35,9 @@ class OwnSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class ByType:
-    """Annotation of a union of sections: `type` names the member, the first one by default."""
+    """Annotation of a union of sections: `type` names the member; the first member is the default."""
 
-    keeps: bool = False  # if the command line changes the type, keys of the old member that the new one has too
+    keeps: bool = False  # if the command line changes the type, keep the keys that both members have
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         members = members_of(source)
@@ -54,18 +54,18 @@ class ByType:
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
-    """The sections that a field may hold: itself, or the members of a union, which may be optional."""
+    """Return the sections that a field may hold: one section, or the members of a union."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, Section) else []
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 def members_of(annotation: Any) -> dict[str, type[Section]]:
-    """The members of a union of sections, by type; none if there is only one section."""
+    """Return the members of a union of sections by type; empty if there is only one section."""
     sections = sections_of(annotation)
     return {name: section for section in sections for name in types_of(section)} if len(sections) > 1 else {}
 
 
 def types_of(section: type[Section]) -> tuple[str, ...]:
-    """The values of `type` that choose this member of a union."""
+    """Return the values of `type` that choose this member of a union."""
     return get_args(section.model_fields["type"].annotation) or (OWN_TYPE,)

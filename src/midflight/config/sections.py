@@ -1,4 +1,4 @@
-"""The plain sections: what is run, on what, how much of it."""
+"""The plain sections: run, model, task, sampling, engine, batch, streams, weights, trainer and so on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from midflight.types import TEMPERATURES
 
 
 class RunConfig(Section):
-    name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$", description="run directories are named after it")
-    seed: int = Field(0, ge=0, description="problems, sampling and packing follow from it")
-    directory: Path | None = Field(None, description="where the run is written; default runs/NAME-DATE-TIME")
+    name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$", description="name of the run and its directory")
+    seed: int = Field(0, ge=0, description="seed of problems, sampling and packing")
+    directory: Path | None = Field(None, description="run directory; default: runs/NAME-DATE-TIME")
 
 
 class ModelConfig(Section):
@@ -23,21 +23,21 @@ class ModelConfig(Section):
 
 
 class TaskConfig(Section):
-    type: str = Field("chain_sums", description="a built-in environment, or package.module:Class")
+    type: str = Field("chain_sums", description="name of a built-in environment, or package.module:Class")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
-    num_graders: int = Field(1, ge=1, description="processes that grade responses")
+    num_graders: int = Field(1, ge=1, description="number of processes that grade responses")
     grading_timeout_s: float = Field(
-        10.0, gt=0, description="a verifier that takes longer is killed and its rollout failed, seconds"
+        10.0, gt=0, description="timeout of one answer of the environment; a late one fails its rollout, seconds"
     )
 
 
 class SamplingConfig(Section):
-    max_tokens: int = Field(160, ge=1, description="longest response, all turns together, tokens")
+    max_tokens: int = Field(160, ge=1, description="largest length of a response, all turns together, tokens")
     temperature: float = Field(
         1.0,
         ge=TEMPERATURES[0],
         le=TEMPERATURES[1],
-        description="of the sampling distribution; the trainer applies the same",
+        description="temperature of the sampling distribution; the trainer applies the same temperature",
     )
 
 
@@ -45,27 +45,33 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 
 
 class EngineOptions(Section):
-    """What every engine understands: those of servers, too, which read the same recipe."""
+    """Options of every engine, including the engines of servers, which read the same recipe."""
 
-    device: Device = Field("cpu", description="cpu, cuda or cuda:N")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores if colocated, else half")
+    device: Device = Field("cpu", description="device: cpu, cuda or cuda:N")
+    threads: int | None = Field(
+        None, ge=1, description="number of CPU threads; default: all cores if colocated, else half"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="what is computed in; auto: the weights' own, but float32 on a CPU that only emulates bfloat16",
+        description="dtype of computation; auto: the dtype of the weights, or float32 on a CPU that emulates bfloat16",
     )
     max_prompt_tokens: int = Field(
-        64, ge=1, description="longest prompt, with all that an environment adds in later turns, tokens"
+        64, ge=1, description="largest length of a prompt, including the environment's text of later turns, tokens"
     )
-    max_batched_tokens: int = Field(512, ge=16, description="of one step: decodes and pieces of prefills, tokens")
+    max_batched_tokens: int = Field(
+        512, ge=16, description="largest batch of one step: decodes and chunks of prefills, tokens"
+    )
     kv_cache_mib: int | None = Field(
-        None, ge=1, description="memory of the KV cache, MiB; default: all sequences in flight at their longest"
+        None, ge=1, description="memory of the KV cache, MiB; default: enough for all sequences at full length"
     )
-    prefix_caching: bool = Field(True, description="use the keys and values of known prefixes again, within a version")
+    prefix_caching: bool = Field(
+        True, description="reuse keys and values of known prefixes that have the same weight version"
+    )
     recompute_kv: bool = Field(
-        False, description="after an update, compute keys and values in flight again with the new weights"
+        False, description="after a weight update, recompute the keys and values in flight with the new weights"
     )
     max_update_pause_s: float = Field(
-        0.02, gt=0, description="new weights are copied between steps, at most about this long each time, seconds"
+        0.02, gt=0, description="longest pause between two steps to copy a part of the new weights, seconds"
     )
 
 
@@ -80,15 +86,15 @@ class HttpEngineConfig(EngineOptions):
 
     type: Literal["http"] = "http"
     update_timeout_s: float = Field(
-        60.0, gt=0, description="a server that takes longer over new weights leaves, and may join again, seconds"
+        60.0, gt=0, description="timeout of a weight update; a late server leaves and may join again, seconds"
     )
     join_timeout_s: float = Field(
-        600.0, gt=0, description="the run ends if there is no server for so long while one is needed, seconds"
+        600.0, gt=0, description="longest wait for a server when the run has none; then the run ends, seconds"
     )
 
 
 class OwnEngineConfig(OwnSection, EngineOptions):
-    """A class of your own with the members of midflight.protocols.Generator."""
+    """Your own class with the members of midflight.protocols.Generator."""
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | HttpEngineConfig | OwnEngineConfig, ByType(keeps=True)]
@@ -97,130 +103,141 @@ EngineConfig = Annotated[EmbeddedEngineConfig | HttpEngineConfig | OwnEngineConf
 class BatchConfig(Section):
     batch_size: int = Field(32, ge=1, description="rollouts per optimizer step; a multiple of group_size")
     group_size: int = Field(8, ge=1, description="rollouts per problem")
-    max_tokens: int = Field(4096, ge=1, description="tokens per microbatch")
+    max_tokens: int = Field(4096, ge=1, description="largest size of a microbatch, tokens")
     dynamic_sampling: bool = Field(
-        False, description="leave out groups whose rewards are all equal, and generate others instead (DAPO)"
+        False, description="leave out groups whose rewards are all equal, and generate new groups instead (DAPO)"
     )
     max_filtered_in_a_row: int = Field(
-        1024, ge=1, description="with dynamic_sampling: the run ends after so many such groups in a row"
+        1024, ge=1, description="with dynamic_sampling: the run ends after this many left-out groups in a row"
     )
     mask_older_than: int | None = Field(
-        None, ge=0, description="tokens of a greater lag carry no loss, optimizer steps; default: all tokens do"
+        None, ge=0, description="tokens with a larger lag carry no loss, optimizer steps; default: all tokens do"
     )
     mask_truncated: bool = Field(
         False,
-        description="responses that were cut off at sampling.max_tokens carry no loss (DAPO's overlong filtering)",
+        description="responses cut off at sampling.max_tokens carry no loss (DAPO's overlong filtering)",
     )
 
 
 class SqliteStreamsConfig(Section):
-    """Groups and batches travel from process to process through files in the run directory."""
+    """Groups and batches travel between processes through files in the run directory."""
 
     type: Literal["sqlite"] = "sqlite"
 
 
 class RedisStreamsConfig(Section):
-    """Groups and batches travel through keys in a Redis."""
+    """Groups and batches travel between processes through keys of a Redis server."""
 
     type: Literal["redis"] = "redis"
     url: str | None = Field(
         None,
         pattern=r"^(rediss?|unix)://",
-        description="of the Redis, without a password; default: $MIDFLIGHT_REDIS_URL, or redis://127.0.0.1:6379/0",
+        description="URL of the Redis server, without a password; default: $MIDFLIGHT_REDIS_URL, or"
+        " redis://127.0.0.1:6379/0",
     )
 
     @pydantic.model_validator(mode="after")
     def check_url(self) -> RedisStreamsConfig:
         if self.url and "@" in self.url:
-            raise ValueError("url holds a password, and would be written to the run; $MIDFLIGHT_REDIS_URL may hold it")
+            raise ValueError(
+                "url contains a password, and recipes are copied to run directories; set $MIDFLIGHT_REDIS_URL instead"
+            )
         return self
 
 
 class OwnStreamsConfig(OwnSection):
-    """A class of your own with the members of midflight.protocols.Stream."""
+    """Your own class with the members of midflight.protocols.Stream."""
 
 
 StreamsConfig = Annotated[SqliteStreamsConfig | RedisStreamsConfig | OwnStreamsConfig, ByType()]
 
 
 class SharedMemoryWeightsConfig(Section):
-    """New weights travel through the memory of one machine."""
+    """New weights travel through shared memory of one machine."""
 
     type: Literal["shared_memory"] = "shared_memory"
 
 
 class FileWeightsConfig(Section):
-    """New weights travel through a directory that the trainer and whatever generates both see."""
+    """New weights travel through a directory that the trainer and the rollout process share."""
 
     type: Literal["files"] = "files"
-    directory: Path | None = Field(None, description="where they are written; default: weights/ in the run directory")
+    directory: Path | None = Field(None, description="shared directory; default: weights/ in the run directory")
 
 
 class OwnWeightsConfig(OwnSection):
-    """A class of your own with the members of midflight.protocols.WeightTransport."""
+    """Your own class with the members of midflight.protocols.WeightTransport."""
 
 
 WeightsConfig = Annotated[SharedMemoryWeightsConfig | FileWeightsConfig | OwnWeightsConfig, ByType()]
 
 
 class PreprocessConfig(Section):
-    """Advantages, packing and the log-probabilities of the reference, between generation and training."""
+    """Preprocessing between generation and training: advantages, packing and log-probabilities of the reference."""
 
     process: Literal["rollout", "own"] = Field(
-        "rollout", description="where it runs: in the process that generates, or in one of its own beside it"
+        "rollout", description="process of preprocessing: the rollout process, or a separate one"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of a process of its own; default: 1")
+    threads: int | None = Field(None, ge=1, description="number of CPU threads of a separate process; default: 1")
 
 
 class TrainerOptions(Section):
-    """What every trainer understands."""
+    """Options of every trainer."""
 
-    device: Device = Field("cpu", description="cpu, cuda (one device per rank) or cuda:N; may be the engine's")
+    device: Device = Field(
+        "cpu", description="device: cpu, cuda (one device per rank) or cuda:N; may be the engine's device"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="what is computed in, and what engines get; trained parameters and AdamW's moments stay float32",
+        description="dtype of computation and of published weights; parameters and AdamW's moments stay float32",
     )
     activation_checkpointing: bool = Field(
-        False, description="compute each decoder layer again in the backward pass instead of keeping what it computed"
+        False, description="save memory: recompute each decoder layer in the backward pass"
     )
     lora_rank: int | None = Field(None, ge=1, description="train LoRA adapters of this rank; default: all parameters")
     lora_alpha: float | None = Field(
-        None, gt=0, description="adapters count lora_alpha / lora_rank times; default: twice"
+        None, gt=0, description="adapters are scaled by lora_alpha / lora_rank; default: twice lora_rank"
     )
     lora_targets: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="names of the linear layers that get one, as q_proj; default: all but the output head",
+        description="names of the linear layers with adapters, such as q_proj; default: all except the output head",
     )
-    max_steps: int = Field(500, ge=1, description="optimizer steps of the run")
-    max_seconds: float | None = Field(None, gt=0, description="stop earlier after this much training, seconds")
-    learning_rate: float = Field(2e-4, gt=0, description="of AdamW, at its highest")
+    max_steps: int = Field(500, ge=1, description="number of optimizer steps of the run")
+    max_seconds: float | None = Field(None, gt=0, description="stop earlier, after this much training time, seconds")
+    learning_rate: float = Field(2e-4, gt=0, description="largest learning rate of AdamW")
     learning_rate_shape: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="how it goes on after the warm-up: falling over max_steps to final_learning_rate, or not",
+        description="learning rate after the warm-up: constant, or falling to final_learning_rate at max_steps",
     )
-    warmup_steps: int = Field(0, ge=0, description="it rises linearly over so many optimizer steps")
-    final_learning_rate: float = Field(0.0, ge=0, description="after max_steps, unless it is constant")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="decay of AdamW's two moments")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW, decoupled")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of a linear warm-up of the learning rate")
+    final_learning_rate: float = Field(
+        0.0, ge=0, description="learning rate at max_steps, unless learning_rate_shape is constant"
+    )
+    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="decay rates of AdamW's two moments")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
-    keep_checkpoints: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
-    max_nonfinite_steps: int = Field(5, ge=1, description="stop after this many skipped steps in a row")
+    keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep")
+    max_nonfinite_steps: int = Field(
+        5, ge=1, description="the run ends after this many steps in a row without a finite loss or gradient"
+    )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: all cores if colocated, else half, shared by all ranks"
+        None,
+        ge=1,
+        description="number of CPU threads of a rank; default: all cores if colocated, else half, shared by all ranks",
     )
 
     @pydantic.model_validator(mode="after")
     def check_lora(self) -> TrainerOptions:
         if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets is not None):
             key = "lora_alpha" if self.lora_alpha is not None else "lora_targets"
-            raise ValueError(f"{key} is of LoRA adapters, and lora_rank is not set; lora_rank = 16 would work")
+            raise ValueError(f"{key} needs LoRA adapters, but lora_rank is not set; lora_rank = 16 would work")
         return self
 
 
 class SingleTrainerConfig(TrainerOptions):
-    """One process."""
+    """One training process."""
 
     type: Literal["single"] = "single"
 
@@ -230,33 +247,35 @@ class SingleTrainerConfig(TrainerOptions):
 
 
 class RankOptions(TrainerOptions):
-    """What trainers of several processes understand."""
+    """Options of trainers with several processes."""
 
-    num_ranks: int = Field(1, ge=1, description="processes that train; batch.batch_size is a multiple of it")
+    num_ranks: int = Field(1, ge=1, description="number of training processes; batch.batch_size is a multiple of it")
 
     @pydantic.model_validator(mode="after")
     def check_device(self) -> RankOptions:
         if self.num_ranks > 1 and ":" in self.device:
-            raise ValueError(f"device = {self.device!r} is one, and num_ranks = {self.num_ranks}; 'cuda' would work")
+            raise ValueError(
+                f"device = {self.device!r} is a single device, but num_ranks = {self.num_ranks}; 'cuda' would work"
+            )
         return self
 
 
 class FsdpTrainerConfig(RankOptions):
-    """Processes that share parameters, gradients and optimizer states: PyTorch's FSDP2."""
+    """PyTorch's FSDP2: the ranks shard parameters, gradients and optimizer states."""
 
     type: Literal["fsdp"] = "fsdp"
 
 
 class DeepSpeedTrainerConfig(RankOptions):
-    """Processes that share optimizer states and more: DeepSpeed's ZeRO."""
+    """DeepSpeed's ZeRO: the ranks shard optimizer states, gradients and, in stage 3, parameters."""
 
     type: Literal["deepspeed"] = "deepspeed"
-    zero_stage: Literal[2, 3] = Field(2, description="share gradients and optimizer states (2), parameters too (3)")
+    zero_stage: Literal[2, 3] = Field(2, description="shard gradients and optimizer states (2), parameters too (3)")
 
     @pydantic.model_validator(mode="after")
     def check_adapters(self) -> DeepSpeedTrainerConfig:
         if self.lora_rank is not None:
-            raise ValueError("type = 'deepspeed' trains all parameters, without lora_rank; 'fsdp' would work")
+            raise ValueError("type = 'deepspeed' does not support lora_rank; type = 'fsdp' would work")
         return self
 
 
@@ -264,7 +283,7 @@ TrainerConfig = Annotated[SingleTrainerConfig | FsdpTrainerConfig | DeepSpeedTra
 
 
 class SinkConfig(OwnSection):
-    """A class of your own with the members of midflight.protocols.MetricsSink."""
+    """Your own class with the members of midflight.protocols.MetricsSink."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -275,47 +294,52 @@ class SinkConfig(OwnSection):
 class MetricsConfig(Section):
     sinks: tuple[SinkConfig, ...] = Field(
         (),
-        description='where metrics go besides metrics.jsonl: ["package.module:Class", {type = "package.module:Class",'
-        " options = {...}}]",
+        description='destinations of metrics besides metrics.jsonl: ["package.module:Class",'
+        ' {type = "package.module:Class", options = {...}}]',
     )
 
 
 class SupervisorConfig(Section):
-    """What watches the processes of a run, and starts again what dies or hangs."""
+    """The supervisor watches the processes of a run and restarts a process that dies or hangs."""
 
     max_restarts: int = Field(
-        3, ge=0, description="of one process in a row, without an optimizer step in between; then the run ends"
+        3, ge=0, description="largest number of restarts of one process without an optimizer step in between"
     )
     backoff_s: float = Field(
-        0.5, ge=0, description="wait before a process is started again; doubles each time in a row, seconds"
+        0.5, ge=0, description="wait before a restart, doubled with each restart in a row, seconds"
     )
     heartbeat_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="a process that does nothing for so long is killed and started again; more than the longest"
-        " optimizer step, checkpoint or start takes, seconds",
+        description="restart a process without a heartbeat for this long; must be more than the longest optimizer"
+        " step, checkpoint or start, seconds",
     )
 
 
 class EvalConfig(Section):
-    num_problems: int = Field(512, ge=0, description="held-out problems before and after the run; 0: none")
-    num_in_flight: int = Field(256, ge=1, description="problems at a time")
-    hard_from: int = Field(5, ge=0, description="accuracy is also reported for problems of this difficulty and above")
+    num_problems: int = Field(
+        512, ge=0, description="number of held-out problems, evaluated before and after the run; 0: no evaluation"
+    )
+    num_in_flight: int = Field(256, ge=1, description="problems in flight")
+    hard_from: int = Field(5, ge=0, description="accuracy is also reported for problems of at least this difficulty")
 
 
 class ServeConfig(Section):
-    """`midflight serve`: the model over HTTP."""
+    """Options of `midflight serve`, which serves the model over HTTP."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; other than loopback needs a token")
-    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0: any that is free")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address to listen on; any address except loopback needs admin_token"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0: any free port")
     admin_token: pydantic.SecretStr | None = Field(
         None,
-        exclude=True,  # a run directory is no place for it
-        description="what weight updates, abort, pause and resume must carry; default: $MIDFLIGHT_ADMIN_TOKEN, or none",
+        exclude=True,  # secrets must not be written to a run directory
+        description="token that weight updates, abort, pause and resume require; default: $MIDFLIGHT_ADMIN_TOKEN, or"
+        " none",
     )
     model_name: str | None = Field(
-        None, min_length=1, description="what clients call the model; default: its directory"
+        None, min_length=1, description="name of the model in requests; default: the name of its directory"
     )
-    num_in_flight: int = Field(64, ge=1, description="sequences being generated at a time; more requests wait")
-    max_samples: int = Field(128, ge=1, description="most samples (n) of one request")
+    num_in_flight: int = Field(64, ge=1, description="sequences in flight; more requests wait")
+    max_samples: int = Field(128, ge=1, description="largest number of samples (n) in one request")
     max_body_bytes: int = Field(4 << 20, ge=1, description="largest request body, bytes")

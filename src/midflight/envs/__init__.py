@@ -1,1 +1,1 @@
-"""What is learned: environments make problems and say what a response is worth."""
+"""Built-in environments: they make problems and grade responses."""

@@ -3,11 +3,11 @@
     prompt     a3b9c4:
     solution   a3,3b9,12c4,16=16        label, number, comma, running total, ...; then `=` and the sum
 
-Only the number after the last `=` is graded. Writing the steps is a habit that pays, not one that is asked for.
-The number of terms n is Zipf-distributed, P(n) ~ n^-exponent, so that response lengths have a long tail.
+Only the number after the last `=` is graded. Steps are not required, but they make the right sum more likely. The
+number of terms n is Zipf-distributed, P(n) ~ n^-exponent, so response lengths have a long tail.
 
-A prompt is held out if a hash of its text says so, about one in eight: whatever the seed and whatever the length
-distribution, no training problem and no demonstration ever has a held-out prompt.
+A hash of the text decides that a prompt is held out, about one in eight. No training problem and no demonstration has a
+held-out prompt, for any seed and any distribution of lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from midflight.types import Grade, Problem
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "123456789"
-_HELD_OUT_ONE_IN = 8  # divides 256, so that a hash byte is unbiased
+_HELD_OUT_ONE_IN = 8  # divides 256, so the remainder of a hash byte is unbiased
 _MAX_REDRAWS = 64
 
 
@@ -38,7 +38,7 @@ class ChainSums:
     def __init__(self, *, seed: int = 0, min_terms: int = 2, max_terms: int = 24, exponent: float = 1.6) -> None:
         if not 2 <= min_terms <= max_terms <= len(LABELS):
             raise RecipeError(
-                f"task.options: min_terms = {min_terms} and max_terms = {max_terms} do not fit;"
+                f"task.options: min_terms = {min_terms} and max_terms = {max_terms} are out of range;"
                 f" 2 <= min_terms <= max_terms <= {len(LABELS)} would work"
             )
         self.seed = seed
@@ -46,17 +46,17 @@ class ChainSums:
         self._cumulative_weights = list(accumulate(n**-exponent for n in self._lengths))
 
     def problem(self, index: int) -> Problem:
-        """The `index`-th training problem."""
+        """Return the `index`-th training problem."""
         rng = random.Random(f"chain sums {self.seed} {index}")
         prompt, answer = _draw(rng, self._draw_num_terms(rng), held_out=False)
         return Problem(f"chain_sums/{self.seed}/{index}", prompt, answer, difficulty=len(prompt) // 2)
 
     def held_out_problems(self, num_problems: int) -> list[Problem]:
-        """The first `num_problems` held-out problems, with the lengths distributed as in training.
+        """Return the first `num_problems` held-out problems, with lengths distributed as in training.
 
-        Prompts are distinct as far as they can be. Two terms have only eight held-out prompts and nearly a third
-        of the problems: once those prompts have all been used (in practice: 64 draws in a row were not new), they
-        repeat, so that accuracy stays an average over the length distribution that is trained on.
+        Prompts are distinct where possible. Nearly a third of the problems have two terms, with only eight held-out
+        prompts. When 64 draws in a row were not new, a prompt repeats, so that accuracy stays an average over the
+        training distribution of lengths.
         """
         rng = random.Random("chain sums, held out")
         seen: set[str] = set()
@@ -72,11 +72,10 @@ class ChainSums:
         return problems
 
     def grade(self, problem: Problem, response: str) -> Grade:
-        """Reward 1 if the response ends with `=` and the sum, else 0, which is also its accuracy.
+        """Return reward and accuracy 1 if the response ends with `=` and the sum, else 0.
 
-        `shows_steps` tells whether it wrote any step.
-
-        The response comes without special tokens. A malformed one is wrong, never an error.
+        `shows_steps` is 1 if the response has any step. The response must not contain special tokens. A malformed
+        response is wrong, never an error.
         """
         _, equals, final = response.rpartition("=")
         right = float(bool(equals) and final == problem.answer)
@@ -87,36 +86,37 @@ class ChainSums:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out set; a function of its text alone."""
+    """True if the prompt belongs to the held-out set; depends on its text alone."""
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % _HELD_OUT_ONE_IN == 0
 
 
 def num_terms(problem: Problem) -> int:
-    """How many numbers are to be added: `Problem.difficulty`."""
+    """Number of terms to add, the same as `Problem.difficulty`."""
     return len(_terms(problem))
 
 
 def solution(problem: Problem) -> str:
-    """The right response with every step written out."""
+    """Return the right response with every step."""
     return _steps(_terms(problem), accumulate(n for _, n in _terms(problem))) + "=" + problem.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Flaws:
-    """How demonstrations go wrong; probabilities.
+    """Probabilities of the flaws of demonstrations.
 
-    Not: independent of length. A longer chain has more steps to slip in and more chances to give up.
+    Not independent of length: a longer chain has more steps for slips and for giving up.
     """
 
     blurt: float = 0.55  # guess at once, without a step
-    slip: float = 0.04  # per step: the running total is off, and the error is carried on
-    give_up: float = 0.05  # after a step: guess the rest
+    slip: float = 0.04  # per step: a wrong running total, which carries over to the next steps
+    give_up: float = 0.05  # after a step: guess the answer
 
 
 def demonstration(problem: Problem, rng: random.Random, flaws: Flaws = Flaws()) -> str:
-    """A response of somebody who knows how to do it and often does not bother; always ends with `=number`.
+    """Return the response of an able but careless solver; always ends with `=number`.
 
-    A policy taught on these has the skill and not the habit: reinforcement learning can find the one with the other.
+    A policy trained on demonstrations can write the steps but often does not, so reinforcement learning has a skill to
+    reinforce.
     """
     if rng.random() < flaws.blurt:
         return f"={_near_guess(problem, rng)}"
@@ -132,7 +132,7 @@ def demonstration(problem: Problem, rng: random.Random, flaws: Flaws = Flaws()) 
 
 
 def _draw(rng: random.Random, num_terms: int, held_out: bool) -> tuple[str, str]:
-    """A prompt on the wanted side of the split, and its answer."""
+    """Draw a prompt of the held-out or the training set; return it with its answer."""
     while True:
         digits = rng.choices(DIGITS, k=num_terms)
         prompt = "".join(map(str.__add__, LABELS, digits)) + ":"
@@ -147,16 +147,16 @@ def _terms(problem: Problem) -> list[tuple[str, int]]:
 
 
 def _steps(terms: Iterable[tuple[str, int]], totals: Iterable[int]) -> str:
-    """The steps up to the shorter of the two."""
+    """Text of the steps; ends with the shorter of `terms` and `totals`."""
     return "".join(f"{label}{number},{total}" for (label, number), total in zip(terms, totals, strict=False))
 
 
 def _near_guess(problem: Problem, rng: random.Random) -> int:
-    """A number near the answer, further off for longer chains; right by luck one time in five for two terms."""
+    """Draw a number near the answer, with a larger error for longer chains; right one time in five for two terms."""
     return max(1, int(problem.answer) + round(rng.gauss(0, num_terms(problem))))
 
 
 def _small_error(rng: random.Random, total: int) -> int:
-    """What to add to a total to be wrong: 1 or 2 up or down, and never below 1."""
+    """Draw an error of 1 or 2 in either direction that keeps the total at 1 or more."""
     error = rng.choice((-2, -1, 1, 2))
     return error if total + error >= 1 else -error

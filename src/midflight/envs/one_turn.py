@@ -1,4 +1,4 @@
-"""A class with `grade(problem, response)` as an environment of one turn."""
+"""Adapter from a class with `grade(problem, response)` to an environment of one turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from midflight.types import Grade, Problem, Text
 
 
 class OneTurn:
-    """Implements Environment: the prompt is the problem's, and the grade of the first response ends the episode."""
+    """Implements Environment: `reset` returns the problem's prompt, and the grade of the first response ends it."""
 
     def __init__(self, task: GradedTask) -> None:
         self._task = task
@@ -34,10 +34,10 @@ class OneTurn:
 
 
 def with_turns(environment: Environment | GradedTask) -> Environment:
-    """The environment itself if it has turns, else as one of one turn."""
+    """Return the environment itself, or a GradedTask as an environment of one turn."""
     return environment if isinstance(environment, Environment) else OneTurn(environment)
 
 
 def first_text(environment: Environment | GradedTask, problem: Problem) -> Text:
-    """The prompt of an episode, in one that is not continued."""
+    """Return the prompt of an episode, from a copy of the environment that is then discarded."""
     return copy.copy(with_turns(environment)).reset(problem)

@@ -1,10 +1,10 @@
-"""Running sums: chain sums in turns. Every turn adds some numbers, and asks for the sum of all so far.
+"""Running sums: chain sums in turns. Every turn adds some numbers and asks for the sum of all numbers so far.
 
     prompt     a3b9:          response   =12
     next turn  c4d2:          response   =18
 
-A turn is right if the number after its last `=` is. The first wrong turn ends the episode; the reward is the share of
-turns that were right. Prompts are held out as in chain sums.
+A turn is right if the number after its last `=` is the sum. The first wrong turn ends the episode; the reward is the
+share of right turns. Prompts are held out as in chain sums.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from midflight.types import Grade, Problem
 class RunningSums:
     """Implements Environment.
 
-    Invariants: as of ChainSums. A problem's prompt holds what all turns say, and its answer the sums after each.
+    Invariants: the same as ChainSums. A problem's prompt has the texts of all turns, and its answer the sum after each.
     Raises: RecipeError if an option is out of range.
     """
 
     def __init__(self, *, seed: int = 0, num_turns: int = 2, terms_per_turn: int = 2) -> None:
         if num_turns < 1 or not 2 <= num_turns * terms_per_turn <= len(LABELS):
             raise RecipeError(
-                f"task.options: num_turns = {num_turns} times terms_per_turn = {terms_per_turn} terms is not in 2 to"
-                f" {len(LABELS)}"
+                f"task.options: num_turns = {num_turns} times terms_per_turn = {terms_per_turn} is out of range;"
+                f" 2 to {len(LABELS)} terms would work"
             )
         self.seed = seed
         self._num_turns, self._terms_per_turn = num_turns, terms_per_turn

@@ -1,1 +1,1 @@
-"""How good a policy is on problems it was never trained on."""
+"""Evaluation of a policy on held-out problems."""

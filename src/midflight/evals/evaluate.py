@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: sampled at temperature 1, and greedy."""
+"""Accuracy on held-out problems: sampled with the run's parameters, and greedy."""
 
 from __future__ import annotations
 
@@ -19,41 +19,44 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Accuracies are the mean reward; by difficulty in buckets 1, 2, 3, 4, 5-8, 9-16, ... None: of no problems."""
+    """Results of an evaluation. An accuracy is the mean reward, or None without problems.
 
-    num_problems: int  # that there were, which may be fewer than asked for
+    Buckets of difficulty are 1, 2, 3, 4, 5-8, 9-16, ...
+    """
+
+    num_problems: int  # may be fewer than requested
     sampled_accuracy: float | None
     greedy_accuracy: float | None
     sampled_accuracy_by_difficulty: dict[str, float]
     hard_from: int  # the difficulty that counts as hard
     num_hard_problems: int
     sampled_accuracy_hard: float | None
-    mean_length: float | None  # tokens, sampled
-    num_ungraded: int  # answers, sampled and greedy, that the verifier could not grade; they count as wrong
+    mean_length: float | None  # of the sampled responses (tokens)
+    num_ungraded: int  # sampled and greedy responses that could not be graded; they count as wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """To one problem each, in their order; both arrays `[problems]`."""
+    """Results of one response per problem, in the problems' order; both arrays `[problems]`."""
 
     rewards: Float64Array
     lengths: Float64Array  # tokens
-    failures: list[str]  # why answers have no grade
+    failures: list[str]  # reasons of responses without a grade
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Asks held-out problems."""
+    """Generates and grades responses to held-out problems."""
 
     generator: Generator
     environment: Environment | GradedTask
     grader: Grader
     tokenizer: Tokenizer
     seed: int
-    max_length: int | None = None  # of a rollout, tokens
+    max_length: int | None = None  # of a rollout (tokens); None: no limit
 
     def answers(self, problems: Sequence[Problem], sampling: SamplingParams) -> Answers:
-        """One answer to each problem; one that has no grade is worth nothing.
+        """Generate one response to each problem; a response without a grade has reward 0.
 
         Raises: RolloutError if the grader gives up.
         """
@@ -76,7 +79,7 @@ class Evaluator:
 
 
 def evaluate(evaluator: Evaluator, sampling: SamplingParams, *, num_problems: int, hard_from: int) -> Evaluation:
-    """One sampled and one greedy answer to each held-out problem.
+    """Evaluate one sampled and one greedy response to each held-out problem.
 
     Raises: RolloutError if the grader gives up.
     """
@@ -85,7 +88,9 @@ def evaluate(evaluator: Evaluator, sampling: SamplingParams, *, num_problems: in
     greedy = evaluator.answers(problems, replace(sampling, temperature=0.0))
     failures = sampled.failures + greedy.failures
     if failures:
-        logger.warning("%d answers to held-out problems could not be graded; the last: %s", len(failures), failures[-1])
+        logger.warning(
+            "%d responses to held-out problems could not be graded; the last reason: %s", len(failures), failures[-1]
+        )
     hard = np.array([problem.difficulty >= hard_from for problem in problems], bool)
     return Evaluation(
         num_problems=len(problems),
@@ -101,7 +106,7 @@ def evaluate(evaluator: Evaluator, sampling: SamplingParams, *, num_problems: in
 
 
 def mean_or_none(values: Float64Array) -> float | None:
-    """None if there are no values."""
+    """Return the mean, or None if there are no values."""
     return float(values.mean()) if len(values) else None
 
 
@@ -116,7 +121,7 @@ def _by_difficulty(problems: Sequence[Problem], rewards: Float64Array) -> dict[s
 
 
 def _bucket(difficulty: int) -> tuple[int, int]:
-    """Single values up to 4, then doubling ranges."""
+    """Bucket of a difficulty: single values up to 4, then doubling ranges."""
     if difficulty <= 4:
         return difficulty, difficulty
     high = 1 << (difficulty - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Recipe -> objects. Every name a recipe may use is turned into a class here and nowhere else."""
+"""Recipe -> objects: trainer, preprocessing, grader and actor settings; also the checks of a whole recipe."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build_grader(recipe: Recipe) -> GradingPool:
 
 
 def build_sampling(recipe: Recipe, path: Path, tokenizer: Tokenizer) -> SamplingParams:
-    """`path`: the model's directory, which may be a checkpoint."""
+    """Return the sampling parameters; `path` is the model's directory or a checkpoint, which names the stop tokens."""
     sampling = recipe.sampling
     return SamplingParams(sampling.max_tokens, sampling.temperature, stop_token_ids(path, tokenizer))
 
@@ -103,7 +103,10 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
 
 
 def build_advantage(recipe: Recipe) -> Advantage | None:
-    """None if a value head learns it. Raises: RecipeError if a function of the user's cannot be used."""
+    """Return the advantage function, or None if a value head provides advantages.
+
+    Raises: RecipeError if the user's own function cannot be used.
+    """
     advantage = recipe.advantage
     if isinstance(advantage, ValueAdvantageConfig):
         return None
@@ -111,7 +114,7 @@ def build_advantage(recipe: Recipe) -> Advantage | None:
 
 
 def build_reference(recipe: Recipe) -> Reference:
-    """Raises: ModelError if it cannot be loaded, GenerationLostError if it cannot be reached."""
+    """Return the reference model. Raises: ModelError if loading it fails, GenerationLostError if it is unreachable."""
     path, url = recipe.reference.path or recipe.model.path, recipe.reference.url
     if url:
         return HTTPReference(url, recipe.sampling.temperature)
@@ -136,7 +139,7 @@ def build_trainer(recipe: Recipe, sender: WeightSender, group: ProcessGroup = _S
 
 @contextlib.contextmanager
 def join_training(recipe: Recipe, rank: int, rendezvous: Path) -> Iterator[ProcessGroup]:
-    """The ranks that the recipe wants; `rendezvous`: see `join_process_group`."""
+    """Join the recipe's process group as `rank`; `rendezvous` is explained at `join_process_group`."""
     if recipe.trainer.type == "single":
         yield _SINGLE_PROCESS
         return
@@ -176,7 +179,7 @@ def build_learning_rates(recipe: Recipe) -> LearningRates:
 
 
 def num_threads(configured: int | None, colocated: bool) -> int:
-    """CPU threads of generation or of training: all cores if they take turns, else half."""
+    """Number of CPU threads of generation or training: all cores if they take turns, else half."""
     if configured is not None:
         return configured
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -184,9 +187,9 @@ def num_threads(configured: int | None, colocated: bool) -> int:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Everything that can be known to be wrong before a process is started or a weight is read.
+    """Check the recipe before a process is started or a weight is read.
 
-    Raises: RecipeError, ModelError; MissingExtraError without a package that the recipe needs.
+    Raises: RecipeError, ModelError; MissingExtraError if a package that the recipe needs is missing.
     """
     check_device("trainer", recipe.trainer.device, recipe.trainer.num_ranks)
     _check_deepspeed(recipe, build_objective(recipe).proximal_every)
@@ -208,12 +211,12 @@ def _check_deepspeed(recipe: Recipe, proximal_every: int | None) -> None:
     if recipe.trainer.zero_stage == 3 and proximal_every not in (None, 1):
         raise RecipeError(
             f"loss.proximal_every = {proximal_every} needs an older policy, which trainer.zero_stage = 3 does not keep;"
-            " 1, trainer.zero_stage = 2, or trainer.type = 'fsdp' would work"
+            " loss.proximal_every = 1, trainer.zero_stage = 2 or trainer.type = 'fsdp' would work"
         )
 
 
 def check_evaluation(recipe: Recipe) -> None:
-    """The part of it that is about generating and grading.
+    """Check the part of a recipe that evaluation uses: the model, the engine and the task.
 
     Raises: RecipeError, ModelError.
     """
@@ -222,7 +225,7 @@ def check_evaluation(recipe: Recipe) -> None:
     if not 1 <= num_stop_tokens <= MAX_STOP_TOKENS:
         raise ModelError(
             f"the tokenizer and generation_config.json in {recipe.model.path} name {num_stop_tokens} end-of-sequence"
-            f" tokens; a response needs one to end, and the engine takes up to {MAX_STOP_TOKENS}"
+            f" tokens; the engine needs at least 1 and supports up to {MAX_STOP_TOKENS}"
         )
     check_task(recipe, build_environment(recipe), tokenizer)
 
@@ -237,7 +240,7 @@ def check_device(section: str, device: str, num_ranks: int = 1) -> None:
 
 
 def check_model(recipe: Recipe) -> Tokenizer:
-    """Whether the engine can run the model; returns its tokenizer.
+    """Check that the engine can run the model, and return the model's tokenizer.
 
     Raises: RecipeError, ModelError.
     """
@@ -266,8 +269,9 @@ def _check_reference(recipe: Recipe) -> None:
         _check_vocabulary(recipe, f"reference.url: the model of {url}", limits.vocab_size)
         if limits.max_length < recipe.max_length:
             raise RecipeError(
-                f"reference.url: {url} takes sequences of up to {limits.max_length} tokens, and"
-                f" engine.max_prompt_tokens + sampling.max_tokens = {recipe.max_length}"
+                f"reference.url: {url} takes sequences of up to {limits.max_length} tokens, but"
+                f" engine.max_prompt_tokens + sampling.max_tokens = {recipe.max_length}; start the server with larger"
+                " limits or lower these"
             )
 
 
@@ -275,6 +279,6 @@ def _check_vocabulary(recipe: Recipe, reference: str, vocab_size: int) -> None:
     expected = load_config(recipe.model.path).vocab_size
     if vocab_size != expected:
         raise ModelError(
-            f"{reference} has a vocabulary of {vocab_size} tokens, and that of model.path = {recipe.model.path} has"
-            f" {expected}: their probabilities cannot be compared"
+            f"{reference} has a vocabulary of {vocab_size} tokens, but model.path = {recipe.model.path} has {expected}:"
+            " their probabilities cannot be compared"
         )

@@ -1,4 +1,4 @@
-"""Recipe -> what generates in one process: the embedded engine, or the user's own."""
+"""Recipe -> the engine of one process: the embedded engine, or the user's own."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from midflight.launch.importing import Joint, keys_of, own_options
 from midflight.protocols import Generator
 
 _EMBEDDED = "midflight.launch.engines:embedded_engine"
-# With `http` it is servers that generate for a run; each of them, and every evaluation, has an engine of its own.
+# With `http`, servers generate for a run. Each server and every evaluation still has its own embedded engine.
 ENGINES: Joint[Generator] = Joint("engine.type", {"embedded": _EMBEDDED, "http": _EMBEDDED}, Generator)
 
 
 def build_engine(
     recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, max_num_seqs: int, version: int = 0
 ) -> Generator:
-    """`config`: the model's Hugging Face configuration. Raises: RecipeError if the user's own cannot be used."""
-    of_run = {"model_config": config, "weights": weights, "max_num_seqs": max_num_seqs, "version": version}
-    return ENGINES.make(recipe.engine.type, of_run | _settings(recipe), own_options(recipe.engine))
+    """Return the engine; `config` is the model's Hugging Face configuration.
+
+    Raises: RecipeError if the user's own engine cannot be used.
+    """
+    offered = {"model_config": config, "weights": weights, "max_num_seqs": max_num_seqs, "version": version}
+    return ENGINES.make(recipe.engine.type, offered | _settings(recipe), own_options(recipe.engine))
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Raises: RecipeError if the user's own engine cannot be used."""
-    of_run = dict.fromkeys(("model_config", "weights", "max_num_seqs", "version"))
-    ENGINES.bind(recipe.engine.type, of_run | _settings(recipe), own_options(recipe.engine))
+    """Check that the recipe's engine can be used. Raises: RecipeError if the user's own engine cannot."""
+    offered = dict.fromkeys(("model_config", "weights", "max_num_seqs", "version"))
+    ENGINES.bind(recipe.engine.type, offered | _settings(recipe), own_options(recipe.engine))
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says of engines, besides the options of one's own."""
-    of_recipe = {"model_path": recipe.model.path, "max_new_tokens": recipe.sampling.max_tokens}
-    return keys_of(recipe.engine) | of_recipe
+    """Arguments from the recipe that every engine may take."""
+    shared = {"model_path": recipe.model.path, "max_new_tokens": recipe.sampling.max_tokens}
+    return keys_of(recipe.engine) | shared
 
 
 def embedded_engine(
@@ -55,7 +58,7 @@ def embedded_engine(
     recompute_kv: bool,
     prefix_caching: bool,
 ) -> Engine:
-    """The arguments are keys of `[engine]`; `model_config`: the model's Hugging Face configuration."""
+    """Return the embedded engine. The arguments are described at `midflight.protocols.Generator`."""
     limits = EngineLimits(
         max_num_seqs=max_num_seqs,
         max_prompt_tokens=max_prompt_tokens,

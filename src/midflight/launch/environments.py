@@ -1,4 +1,4 @@
-"""Recipe -> environment. Apart from the rest, and without torch: the processes that grade start in a moment."""
+"""Recipe -> environment. A separate module that does not import torch, so that grading processes start fast."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
 
 
 def build_environment(recipe: Recipe) -> Environment | GradedTask:
-    """Raises: RecipeError if the class cannot be found, does not take the recipe's options or cannot be made."""
+    """Return the environment. Raises: RecipeError if its class cannot be imported, or fails with these options."""
     task = recipe.task
     return ENVIRONMENTS.try_to_make(task.type, {"seed": recipe.run.seed}, task.options)

@@ -1,4 +1,4 @@
-"""Recipe -> where metrics go: metrics.jsonl always, and the sinks that the recipe lists."""
+"""Recipe -> destinations of metrics: metrics.jsonl, and the sinks that the recipe lists."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SINKS: Joint[MetricsSink] = Joint("metrics.sinks", {}, MetricsSink)
 
 
 def open_sinks(recipe: Recipe, run: RunDirectory, version: int, note: Callable[[str], object]) -> MetricsSinks:
-    """`version`: of the weights that training goes on with. `note` is for the user."""
+    """Open all sinks; `version` is the version that training starts or resumes from, `note` shows the user a line."""
     return MetricsSinks(JsonlWriter(run.metrics, resume_version=version), _bound(recipe, run.path, version), note)
 
 
 def check_sinks(recipe: Recipe) -> None:
-    """Raises: RecipeError if a sink cannot be found, or does not take its options."""
+    """Check the sinks. Raises: RecipeError if a sink cannot be imported or does not take its options."""
     _bound(recipe, Path(), 0)
 
 

@@ -1,4 +1,4 @@
-"""Recipe -> objective: the loss by its name or import path, and what is added to it."""
+"""Recipe -> objective: the loss, by name or import path, and the terms added to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSSES: Joint[Loss] = Joint("loss.type", {name: f"midflight.losses.{name}:{name}
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """Raises: RecipeError if a function of the user's cannot be found or does not take its options."""
+    """Return the objective. Raises: RecipeError if the user's own loss is missing or does not take its options."""
     loss, advantage = recipe.loss, recipe.advantage
     values = advantage if isinstance(advantage, ValueAdvantageConfig) else None
     return Objective(
@@ -33,6 +33,6 @@ def build_objective(recipe: Recipe) -> Objective:
 
 
 def build_loss(recipe: Recipe) -> Loss:
-    """The policy's part of the objective. Raises: RecipeError."""
+    """Return the policy loss, without the added terms. Raises: RecipeError."""
     loss = recipe.loss
     return LOSSES.bind(loss.type, dict(loss), own_options(loss))

@@ -1,4 +1,4 @@
-"""A scenario -> how to split its GPUs. Imports no torch."""
+"""Scenario -> a plan of how to split its GPUs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from midflight.sim.planner.search import LagKind, search_space
 
 
 def plan_scenario(scenario: Scenario, goal: Goal, lag: LagKind, max_in_flight: int | None = None) -> Plan:
-    """Its own split, if it has one, stands beside what is planned.
+    """Return the plan, with an estimate for the scenario's own split, if it has one.
 
-    Raises: ScenarioError naming the key or the bound that cannot be.
+    Raises: ScenarioError naming the key or the bound that cannot be met.
     """
     if scenario.batch.filter_rate:
         raise ScenarioError(
-            f"batch.filter_rate = {scenario.batch.filter_rate:g}: the formulas know no dynamic sampling; 0 would work,"
-            " or `midflight simulate`"
+            f"batch.filter_rate = {scenario.batch.filter_rate:g}: the formulas do not model dynamic sampling; 0 would"
+            " work, or `midflight simulate`"
         )
     workload = build_workload(scenario, colocated=False)
     space = replace(search_space(workload, _queue(scenario), max_in_flight), lag=lag)
@@ -31,9 +31,10 @@ def plan_scenario(scenario: Scenario, goal: Goal, lag: LagKind, max_in_flight: i
 
 
 def estimate_scenario(scenario: Scenario) -> Estimate | None:
-    """What the formulas say about the scenario's own schedule and split; None if it has no split, or they say nothing.
+    """Return the formulas' estimate for the scenario's own schedule and split.
 
-    Raises: ScenarioError naming the key that cannot be.
+    None if the scenario has no split, or the formulas do not cover its schedule.
+    Raises: ScenarioError naming the wrong key.
     """
     schedule, num_engines = scenario.schedule, scenario.cluster.num_engines
     if scenario.batch.filter_rate:
@@ -57,13 +58,13 @@ def _queue(scenario: Scenario) -> Queue:
 
 
 def _left_out(scenario: Scenario) -> list[str]:
-    """What the scenario has and the formulas have not."""
+    """Notes on parts of the scenario that the formulas do not model."""
     notes: list[str] = []
     if scenario.batch.group_size > 1:
         notes.append(
-            f"rollouts wait for the slowest of their group of {scenario.batch.group_size}, which is not in these"
-            " figures; `midflight simulate` has it"
+            f"these figures leave out that rollouts wait for the slowest of their group of {scenario.batch.group_size};"
+            " `midflight simulate` includes it"
         )
     if scenario.failures.mean_time_between:
-        notes.append("engines that fail are not in these figures; `midflight simulate` has them")
+        notes.append("these figures leave out failures of engines; `midflight simulate` includes them")
     return notes

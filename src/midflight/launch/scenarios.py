@@ -1,4 +1,4 @@
-"""Scenario -> what the formulas and the simulator take. Imports no torch: simulations start at once."""
+"""Scenario -> inputs of the formulas and the simulator. Does not import torch, so that simulations start at once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def scenario_schedule(scenario: Scenario) -> Schedule:
 
 
 def build_workload(scenario: Scenario, colocated: bool) -> Workload:
-    """What the formulas take; `colocated` as it is for schedules that take turns.
+    """Return the input of the formulas; `colocated` selects the costs of schedules that take turns.
 
-    Raises: ScenarioError naming the key that cannot be; RunDirectoryError for a run without responses.
+    Raises: ScenarioError naming the wrong key; RunDirectoryError for a run without responses.
     """
     decode, section, delays = scenario.decode, "decode", scenario.delays
     if colocated and scenario.colocated_decode:
@@ -61,7 +61,7 @@ def training_of(scenario: Scenario, colocated: bool) -> config.TrainingConfig:
 
 
 def build_step_cost(decode: config.DecodeConfig, section: str = "decode") -> StepCost:
-    """Raises: ScenarioError naming the key of `section` that cannot be."""
+    """Return the cost of decoding. Raises: ScenarioError naming the wrong key of `section`."""
     with _within(section):
         match decode:
             case config.PaperDecodeConfig():
@@ -73,7 +73,7 @@ def build_step_cost(decode: config.DecodeConfig, section: str = "decode") -> Ste
 
 
 def build_lengths(lengths: config.LengthsConfig) -> Lengths:
-    """Raises: RunDirectoryError or ScenarioError for a run without responses."""
+    """Return the response lengths. Raises: RunDirectoryError or ScenarioError for a run without responses."""
     match lengths:
         case config.UniformLengthsConfig():
             return uniform(lengths.max)
@@ -92,7 +92,7 @@ def build_lengths(lengths: config.LengthsConfig) -> Lengths:
         case config.RunLengthsConfig():
             checkpoint = newest_checkpoint(RunDirectory(lengths.directory).checkpoints)
             if checkpoint is None:
-                raise ScenarioError(f"lengths.directory: {lengths.directory} holds no checkpoint of a run")
+                raise ScenarioError(f"lengths.directory: {lengths.directory} has no checkpoint of a run")
             generated = load_state(checkpoint).generated_lengths
             with _within("lengths"):
                 return of_counts([*generated], [*generated.values()])

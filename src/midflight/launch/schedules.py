@@ -1,4 +1,4 @@
-"""The `[schedule]` of a recipe or a scenario -> the schedule. Imports no torch: simulations start at once."""
+"""`[schedule]` of a recipe or a scenario -> schedule. Does not import torch, so that simulations start at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SCHEDULES: Joint[Schedule] = Joint(
 
 
 def build_schedule(config: ScheduleConfig, *, batch_size: int, group_size: int, seed: int) -> Schedule:
-    """`batch_size` and `group_size` in rollouts. Raises: RecipeError if a class of the user's cannot be used."""
+    """Return the schedule; `batch_size` and `group_size` are in rollouts.
+
+    Raises: RecipeError if the user's own class cannot be used.
+    """
     offered = {"batch_size": batch_size, "group_size": group_size, "seed": seed}
     options = options_of(config)
     if isinstance(config, PipelineConfig):

@@ -1,4 +1,4 @@
-"""A scenario -> a run on a virtual clock. Imports no torch."""
+"""Scenario -> a run on a virtual clock. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 
 
 def simulate_scenario(scenario: Scenario) -> SimulationResult:
-    """Raises: ScenarioError naming the key that cannot be."""
+    """Return the result after the warm-up steps. Raises: ScenarioError naming the wrong key."""
     num_warm_up_steps = _in_rl_steps(scenario, scenario.simulation.num_warm_up_steps)
     return simulate(build_run(scenario)).after(num_warm_up_steps)
 
@@ -52,17 +52,17 @@ def build_run(scenario: Scenario) -> SimulatedRun:
 
 
 def _in_rl_steps(scenario: Scenario, num_steps: int) -> int:
-    """Rounded up to whole RL steps, so that what is generated in a time is what is trained on in it."""
-    whole = scenario.schedule.steps_per_rl_step if isinstance(scenario.schedule, ConventionalConfig) else 1
-    return -(-num_steps // whole) * whole
+    """Round up to whole RL steps, so that a period generates and trains the same tokens."""
+    steps_per_rl_step = scenario.schedule.steps_per_rl_step if isinstance(scenario.schedule, ConventionalConfig) else 1
+    return -(-num_steps // steps_per_rl_step) * steps_per_rl_step
 
 
 def _check_in_flight(scenario: Scenario, cost: StepCost) -> None:
-    """Where it is known at once; others share what they start among engines."""
+    """Check the size of the table of decode rates; only the pipeline's load per engine is known in advance."""
     if isinstance(scenario.schedule, PipelineConfig) and scenario.schedule.num_in_flight > cost.max_in_flight:
         raise ScenarioError(
             f"schedule.num_in_flight = {scenario.schedule.num_in_flight} is beyond decode.sizes, which end at"
-            f" {cost.max_in_flight:g}; fewer would work, a longer table, or decode.beyond = 'hold'"
+            f" {cost.max_in_flight:g}; fewer rollouts, a longer table, or decode.beyond = 'hold' would work"
         )
 
 
@@ -70,6 +70,6 @@ def _num_engines(scenario: Scenario) -> int:
     if scenario.cluster.num_engines is None:
         raise ScenarioError(
             f"cluster.num_engines is missing: schedule.type = {scenario.schedule.type!r} generates and trains at the"
-            " same time; `midflight plan` says how many would be best"
+            " same time; `midflight plan` finds the best number"
         )
     return scenario.cluster.num_engines

@@ -1,4 +1,4 @@
-"""Recipe -> the streams of a run: files in its directory, keys in a Redis, or the user's own."""
+"""Recipe -> streams of a run: files in its directory, keys in Redis, or the user's own."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ STREAMS: Joint[Stream[Any]] = Joint(
     {"sqlite": "midflight.streams.sqlite:SqliteStream", "redis": "midflight.streams.redis:RedisStream"},
     Stream,
 )
-# Batches in either stream. When it is full, finished groups wait in the rollout process.
+# Batches in either stream. If a stream is full, finished groups wait in the rollout process.
 _CAPACITY = 4096
 _CHECK_PATIENCE_S = 2.0
 
 
 def open_batches(run: RunDirectory, recipe: Recipe) -> Stream[TrainingBatch]:
-    """The stream that the trainer reads."""
+    """Open the stream that the trainer reads."""
     return _open(run, recipe, run.batches, TrainingBatch)
 
 
 def open_groups(run: RunDirectory, recipe: Recipe) -> Stream[ChosenBatch]:
-    """The stream that a preprocessing process reads."""
+    """Open the stream that a preprocessing process reads."""
     return _open(run, recipe, run.groups, ChosenBatch)
 
 
 def check_streams(recipe: Recipe) -> None:
-    """Raises: RecipeError if the recipe's streams cannot be used; MissingExtraError without a package for them."""
+    """Check the recipe's streams. Raises: RecipeError if they cannot be used, MissingExtraError without a package."""
     offered = _offered(f"midflight:check:{os.getpid()}", Path(), TrainingBatch) | {"patience_s": _CHECK_PATIENCE_S}
     constructor = STREAMS.bind(recipe.streams.type, offered, options_of(recipe.streams))
     if isinstance(recipe.streams, RedisStreamsConfig):

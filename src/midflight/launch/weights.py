@@ -1,4 +1,4 @@
-"""Recipe -> how the trainer's weights get to the process that generates."""
+"""Recipe -> the transport of weights from the trainer to the rollout process."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TRANSPORTS: Joint[WeightTransport] = Joint(
 
 
 def build_transport(recipe: Recipe, run: RunDirectory, shared: Path, note: Callable[[str], object]) -> WeightTransport:
-    """`shared`: a path in the memory of this machine. `note` is for the user.
+    """Return the transport; `shared` is a path in shared memory, `note` shows the user a line.
 
-    Raises: RecipeError if the user's own cannot be used.
+    Raises: RecipeError if the user's own transport cannot be used.
     """
     offered = _offered(run, shared, note)
     return TRANSPORTS.make(recipe.weights.type, offered, options_of(recipe.weights))
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Raises: RecipeError if the user's own transport cannot be used."""
+    """Check the recipe's transport. Raises: RecipeError if the user's own transport cannot be used."""
     offered = _offered(RunDirectory(Path()), Path(), str)
     TRANSPORTS.bind(recipe.weights.type, offered, options_of(recipe.weights))
 

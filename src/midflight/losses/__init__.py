@@ -1,1 +1,1 @@
-"""Objectives: pure tensor functions, one file per algorithm, `LossInputs -> LossOutput`."""
+"""Policy losses: pure tensor functions `LossInputs -> LossOutput`, one file per algorithm."""

@@ -1,4 +1,4 @@
-"""PPO's clipped objective, which grpo, dapo, gspo, ppo and decoupled_ppo are made of."""
+"""PPO's clipped objective, shared by grpo, dapo, gspo, ppo and decoupled_ppo."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def clipped_objective(
     ratio_M: Tensor, advantages_M: Tensor, clip_low: float, clip_high: float, max_ratio: float
 ) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - low, 1 + high) A) per token, to be maximized; and where the gradient is stopped (1 or 0).
+    """min(r A, clip(r, 1 - low, 1 + high) A) per token, to be maximized, and a mask of stopped gradients (1 or 0).
 
-    PPO's minimum bounds r only where the bound makes the objective worse: with a negative advantage a ratio may grow
-    for ever, and with it the gradient. There r counts as `max_ratio` at most (dual clip).
+    PPO's minimum bounds r only where the bound makes the objective worse. With a negative advantage, the ratio and the
+    gradient could therefore grow without limit; there r counts as at most `max_ratio` (dual clip).
 
     Shapes: ratio_M, advantages_M [M] -> [M], [M].
     Source: PPO (Schulman et al. 2017), eq. 7; dual clip: Ye et al. 2020, eq. 5.

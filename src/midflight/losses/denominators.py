@@ -1,4 +1,4 @@
-"""What the sum over tokens is divided by: a weight per token that counts the whole batch, never a microbatch."""
+"""Denominators of the sum over tokens, as one weight per token. They count the whole batch, never a microbatch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """Of one optimizer step, all its microbatches and ranks."""
+    """Counts of one optimizer step, over all microbatches and ranks."""
 
-    num_tokens: int  # that carry loss
-    num_sequences: int  # rollouts, those without loss too
-    max_response_tokens: int  # what a response may be long
+    num_tokens: int  # tokens that carry loss
+    num_sequences: int  # rollouts, including rollouts without loss
+    max_response_tokens: int  # largest allowed length of a response
 
 
 def token_weights(denominator: str, counts: BatchCounts, sequence_index_M: Tensor, num_sequences: int) -> Tensor:
-    """The factor of every token's term in the loss.
+    """Factor of every token's term in the loss.
 
     tokens         1 / tokens of the batch                          DAPO: long responses weigh more
-    sequences      1 / sequences of the batch                       PipelineRL: the same up to the mean length
+    sequences      1 / sequences of the batch                       PipelineRL: equal to `tokens` up to the mean length
     sequence_mean  1 / (tokens of its sequence * sequences)         GRPO: every response weighs the same
-    constant       1 / (longest possible response * sequences)      Dr. GRPO: no length in it at all
+    constant       1 / (longest possible response * sequences)      Dr. GRPO: independent of response lengths
 
     Shapes: sequence_index_M [M] int64 of the microbatch's `num_sequences` -> [M] float32.
     """

@@ -1,7 +1,8 @@
-"""Estimators of KL(p || q) from samples of p, given log(q/p) of what was sampled.
+"""Estimators of KL(p || q) from samples of p, given log(q/p) of each sample.
 
-k1 and k3 are unbiased; k2 is not, but with samples of p itself the mean of its gradient is the KL's. k1 has the largest
-variance and may be negative; k3 never is, as it adds to k1 the term q/p - 1, whose expectation is zero.
+k1 and k3 are unbiased. k2 is biased, but with samples of p the mean of its gradient equals the gradient of the KL. k1
+has the largest variance and may be negative. k3 is never negative: it adds to k1 the term q/p - 1, whose expectation is
+zero.
 
 Source: Schulman, "Approximating KL divergence" (2020).
 """
@@ -24,8 +25,8 @@ def k2(log_ratio_M: Tensor) -> Tensor:
 
 
 def k3(log_ratio_M: Tensor) -> Tensor:
-    """(q/p - 1) - log(q/p), log ratios above 80 counting as 80. Shapes: [M] -> [M]."""
-    limited_M = log_ratio_M.clamp(max=80.0)  # of a float32 the exponential would be infinite
+    """(q/p - 1) - log(q/p), with log ratios clamped to at most 80. Shapes: [M] -> [M]."""
+    limited_M = log_ratio_M.clamp(max=80.0)  # larger exponentials overflow float32
     return limited_M.expm1() - limited_M
 
 

@@ -1,8 +1,8 @@
-"""A policy loss and everything that may be added to any of them, so that no loss can ignore it.
+"""The objective: a policy loss plus the terms that apply to every loss, so that no loss can ignore them.
 
     policy loss + kl_coefficient * KL(pi || reference) - entropy_coefficient * entropy + value_coefficient * value loss
 
-with the masks of off-policy tokens in the weights of all terms but the value's.
+The masks of off-policy tokens enter the weights of all terms except the value loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RatioRange = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of a recipe: `objective(inputs)` is the sum above. What is None or 0 is not there."""
+    """The loss of a recipe: `objective(inputs)` is the sum above. A setting of None or 0 leaves its term out."""
 
     policy_loss: Loss
     denominator: str = "tokens"  # see denominators.py
@@ -34,7 +34,7 @@ class Objective:
     kl_estimator: str = "k3"
     kl_unbiased: bool = True
     entropy_coefficient: float = 0.0
-    gae_lambda: float | None = None  # None: no value function, advantages come with the batch
+    gae_lambda: float | None = None  # None: no value function, the batch has the advantages
     value_coefficient: float = 0.0
     value_clip: float = 0.2
     proximal_every: int | None = None  # optimizer steps; None: no proximal policy
@@ -44,7 +44,7 @@ class Objective:
         return self.gae_lambda is not None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Shapes: see LossInputs -> loss []."""
+        """Total loss and metrics per token. Shapes: see LossInputs -> loss []."""
         allowed = self._allowed(inputs)
         masked = inputs if allowed is None else dataclasses.replace(
             inputs, token_weights=inputs.token_weights * allowed
@@ -67,11 +67,12 @@ class Objective:
         return LossOutput(loss, metrics)
 
     def kl_reference(self, inputs: LossInputs) -> Tensor:
-        """KL(pi || reference) per token, [M]: the estimator, by default times min(c, pi/mu).
+        """KL(pi || reference) per token, [M]: the estimator, by default times the weight min(c, pi/mu).
 
-        Tokens were sampled by mu, not by pi. With the ratio the mean gradient is that of the KL: for k1 and k3 the
-        ratio is differentiated, too, and their mean is the KL itself; for k2 it must not be. Without it (GRPO)
-        on-policy k1 has no gradient on average, k2 the right one and k3 that of KL(reference || pi).
+        Tokens are sampled by mu, not by pi. With the weight, the mean gradient equals the gradient of the KL. For k1
+        and k3 the weight is differentiated, too, and the mean of the estimator equals the KL. For k2 the weight must be
+        constant. Without the weight (GRPO), the mean gradients on-policy are zero for k1, the gradient of the KL for k2
+        and the gradient of KL(reference || pi) for k3.
 
         Source: DeepSeek-V3.2 (2025), eq. 7.
         """
@@ -83,9 +84,9 @@ class Objective:
         return (ratio.detach() if self.kl_estimator == "k2" else ratio) * estimate
 
     def _allowed(self, inputs: LossInputs) -> Tensor | None:
-        """1 where neither mask leaves the token out, else 0, [M]; None if there is no mask.
+        """1 for tokens that every mask allows, else 0, [M]; None if there is no mask.
 
-        A token that is left out has no term in the loss; in a ratio of its whole sequence it still counts.
+        A masked token has no term in the loss, but still counts in the mean ratio of its sequence.
 
         Source: IcePop (Ling team 2025) for tokens; geometric mean for sequences as in GSPO.
         """

@@ -1,4 +1,4 @@
-"""Proximal policy optimization with a value function."""
+"""PPO: proximal policy optimization with a value function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from midflight.losses.inputs import LossInputs, LossOutput
 
 
 def ppo(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2, max_ratio: float = 5.0) -> LossOutput:
-    """The clipped objective with an advantage per token, from values (see losses/value.py, which also learns them).
+    """Clipped objective with one advantage per token, computed from values (losses/value.py learns the values).
 
     Shapes: see LossInputs -> loss [].
     Source: PPO (Schulman et al. 2017), eq. 7 and 9.

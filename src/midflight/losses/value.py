@@ -1,7 +1,8 @@
-"""The value function: what is expected of a sequence before each of its tokens, and how that is learned.
+"""The value function: the expected reward of a sequence before each of its tokens, and the loss to learn it.
 
-v(x, y_<t) must not see the token it is a baseline for. PipelineRL's eq. 4 prints v(x, y_<=t); if that included token t,
-an exact value function would equal the reward's expectation given the token, and leave no gradient at all.
+v(x, y_<t) must not see token t, because it is the baseline for token t. PipelineRL's eq. 4 prints v(x, y_<=t). If that
+included token t, an exact value function would equal the expected reward given the token, and the gradient would be
+zero.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from midflight.losses.inputs import LossInputs
 
 
 def generalized_advantages(values_M: Tensor, rewards_S: Tensor, sequence_index_M: Tensor, gae_lambda: float) -> Tensor:
-    """A_t = sum_k lambda^k delta_{t+k}, delta_t = v_{t+1} - v_t and at a sequence's last token R - v_t; no discount.
+    """A_t = sum_k lambda^k delta_{t+k}, delta_t = v_{t+1} - v_t, or R - v_t at a sequence's last token; no discount.
 
-    lambda = 1 is R - v(x, y_<t). The sum is over the tokens of the sequence that carry loss, in log2(longest) steps:
-    each doubles how many terms are in.
+    With lambda = 1, A_t = R - v(x, y_<t). The sum is over the tokens of the sequence that carry loss. It takes
+    log2(longest) steps: each step doubles the number of summed terms.
 
     Shapes: values_M [M], rewards_S [S], sequence_index_M [M] int64, ascending -> [M].
     Source: Schulman et al. 2016, eq. 16; PipelineRL, eq. 4.
@@ -37,7 +38,7 @@ def generalized_advantages(values_M: Tensor, rewards_S: Tensor, sequence_index_M
 
 
 def value_loss(inputs: LossInputs, clip: float) -> Tensor:
-    """sum_t w_t max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within `clip` of the proximal policy's value.
+    """sum_t w_t max((v - R)^2, (v_clipped - R)^2) / 2, with v_clipped within `clip` of the proximal value.
 
     Shapes: see LossInputs, with values, proximal_values and returns -> [].
     Source: PipelineRL, eq. 5 (squared error); clipping: Schulman et al.'s PPO implementation (Huang et al. 2022, 9).

@@ -1,1 +1,1 @@
-"""What is measured, as pure functions (policy, lag), and where it is written (jsonl)."""
+"""Metrics: pure functions (policy, lag, lengths) and the places they are written to (jsonl, sinks)."""

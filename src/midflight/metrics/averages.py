@@ -9,9 +9,9 @@ from midflight.metrics.segments import LAG_EDGES
 
 
 def mismatch_of(lines: Sequence[MetricsLine]) -> dict[str, float | None]:
-    """Trainer against engine log-probabilities at one version, nats: the mean over tokens and the maximum.
+    """Differences between trainer and engine log-probabilities at one version: mean over tokens and maximum (nats).
 
-    None where no step had a token to compare, or, of the maximum, where one was not finite.
+    Both are None if no step had a token to compare. The maximum is None if a difference was not finite.
     """
     compared = [line for line in lines if line.get("mismatch/tokens")]
     largest = [line["mismatch/max"] for line in compared]
@@ -22,7 +22,7 @@ def mismatch_of(lines: Sequence[MetricsLine]) -> dict[str, float | None]:
 
 
 def mean_by_lag(lines: Sequence[MetricsLine], key: str) -> list[float | None]:
-    """The mean over steps of `key/by_lag`, weighted by tokens; None for a bucket that never had any."""
+    """Mean of `key/by_lag` over steps, weighted by tokens; None for a bucket without tokens."""
     return [
         mean_over(
             [
@@ -38,7 +38,7 @@ def mean_by_lag(lines: Sequence[MetricsLine], key: str) -> list[float | None]:
 
 
 def mean_over(lines: Sequence[MetricsLine], key: str, weights: str | None) -> float | None:
-    """Mean of `key` over the lines that have it, weighted by `weights`; None without any."""
+    """Mean of `key` over the lines that have it, weighted by `weights`; None if no line has it."""
     pairs = [(line[key], line[weights] if weights else 1.0) for line in lines if line.get(key) is not None]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else None

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per optimizer step, written as it happens and readable while it grows."""
+"""metrics.jsonl: one JSON object per optimizer step, written after each step and readable during the run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MetricsLine = dict[str, Any]
 
 
 class JsonlWriter:
-    """Appends one JSON object per line and flushes it, so a killed process leaves at most a torn last line.
+    """Appends one JSON object per line and flushes it, so a killed process leaves at most an incomplete last line.
 
-    A run that resumes at step v passes `resume_version=v`: a torn last line is cut off, and so are the lines of
-    later versions, whose steps are about to happen again. Without it the file must not exist yet.
+    A run that resumes at step v passes `resume_version=v`. The writer then removes an incomplete last line and the
+    lines of later versions, whose steps are repeated. Without `resume_version` the file must not exist.
 
     Raises: FileExistsError; RunDirectoryError if a line to keep is damaged.
     """
 
     def __init__(self, path: Path, resume_version: int | None = None) -> None:
         if resume_version is not None and path.exists():
-            _cut_back(path, resume_version)
+            _truncate(path, resume_version)
         self._file = path.open("x" if resume_version is None else "a", encoding="utf-8")
 
     def write(self, line: Mapping[str, object]) -> None:
@@ -46,7 +46,7 @@ class JsonlWriter:
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
-    """All complete lines; a last line without its end is still being written, or never will be, and is left out.
+    """Return all complete lines; an incomplete last line is left out, because its writer is still busy or was killed.
 
     Raises: RunDirectoryError if a complete line is not a JSON object; OSError if the file cannot be read.
     """
@@ -54,19 +54,19 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 
 
 class MetricsTail:
-    """Follows a metrics file. Each `read` returns the complete lines since the last one.
+    """Reader that follows a growing metrics file.
 
-    After a resume has cut the file back it is read again from its start, so versions may repeat: a line replaces
-    what was known about its version and later ones.
+    A resumed run truncates the file. The tail then reads the file again from its start, so versions may repeat: a line
+    replaces earlier lines of the same and later versions.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._last_line = b""  # ends at `_offset`; if it is gone, the file was cut back
+        self._last_line = b""  # ends at `_offset`; if it is gone, the file was truncated
 
     def read(self) -> list[MetricsLine]:
-        """The new lines; none while there is no file yet. Raises as `read_metrics` does."""
+        """Return the complete lines since the last call; [] if there is no file. Raises as `read_metrics` does."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -83,7 +83,7 @@ class MetricsTail:
         return _parse(self._path, new)
 
 
-def _cut_back(path: Path, version: int) -> None:
+def _truncate(path: Path, version: int) -> None:
     num_kept_bytes = 0
     with path.open("r+b") as file:
         for line in file:
@@ -105,18 +105,18 @@ def _parse(path: Path, content: bytes) -> list[MetricsLine]:
         except ValueError:
             values = None
         if not isinstance(values, dict):
-            raise RunDirectoryError(f"{path} is damaged, this line is not a JSON object: {line[:60]!r}")
+            raise RunDirectoryError(f"{path} is damaged: this line is not a JSON object: {line[:60]!r}")
         lines.append(values)
     return lines
 
 
 def json_text(value: object) -> str:
-    """A result as indented JSON, for people and programs; null for every number that is not finite."""
+    """Indented JSON of a result, for people and programs; numbers that are not finite become null."""
     return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def finite(value: object) -> object:
-    """The same with null for every number that is not finite, however deep, which every JSON reader understands."""
+    """Replace numbers that are not finite by None at any depth, so that every JSON reader understands the result."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How old the tokens were when they were trained on, from a histogram {token_lag: number of tokens}.
+"""Lag metrics: the age of tokens when they are trained on, from a histogram {token_lag: number of tokens}.
 
 Units: lag is in optimizer steps, the trainer's version minus the version that sampled the token.
 """
@@ -12,7 +12,7 @@ Histogram = Mapping[int, int]
 
 
 def lag_metrics(histogram: Histogram) -> dict[str, float]:
-    """`lag/mean`, `lag/max`, `lag/p95` and `old_token_fraction`; nothing at all if there is no token."""
+    """`lag/mean`, `lag/max`, `lag/p95` and `old_token_fraction`; {} if there are no tokens."""
     num_tokens = sum(histogram.values())
     if not num_tokens:
         return {}
@@ -25,9 +25,9 @@ def lag_metrics(histogram: Histogram) -> dict[str, float]:
 
 
 def lag_percentile(histogram: Histogram, percent: int) -> int:
-    """The smallest lag that at least `percent` % of the tokens do not exceed (nearest rank, no interpolation).
+    """Smallest lag that at least `percent` % of the tokens do not exceed (nearest rank, no interpolation).
 
-    Raises: ValueError if there is no token.
+    Raises: ValueError if there are no tokens.
     """
     needed = percent * _num_tokens(histogram)
     seen = 0
@@ -39,15 +39,15 @@ def lag_percentile(histogram: Histogram, percent: int) -> int:
 
 
 def old_token_fraction(histogram: Histogram) -> float:
-    """Share of the tokens that older weights sampled than those being trained: lag of 1 or more.
+    """Share of the tokens with a lag of 1 or more: older weights sampled them than the weights in training.
 
-    Raises: ValueError if there is no token.
+    Raises: ValueError if there are no tokens.
     """
     return sum(count for lag, count in histogram.items() if lag >= 1) / _num_tokens(histogram)
 
 
 def merge_histograms(histograms: Iterable[Histogram]) -> dict[int, int]:
-    """One histogram of everything counted in them, in order of its keys."""
+    """Add up histograms; the keys of the result are sorted."""
     merged: Counter[int] = Counter()
     for histogram in histograms:
         merged.update(histogram)

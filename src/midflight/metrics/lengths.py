@@ -1,4 +1,4 @@
-"""Whether what is trained on is as long as what was generated, from histograms {response length: rollouts}.
+"""Length bias: trained against generated response lengths, from histograms {response length: rollouts}.
 
 Units: lengths are in tokens.
 """
@@ -11,10 +11,10 @@ from midflight.metrics.lag import Histogram
 
 
 def length_ks(generated: Histogram, trained: Histogram) -> float | None:
-    """The Kolmogorov-Smirnov distance of two samples of lengths, in [0, 1]: the most their distributions differ.
+    """Kolmogorov-Smirnov distance of two samples of lengths: the largest difference of their distributions, in [0, 1].
 
-    None if one of them is empty. Rollouts that still wait to be trained on are in one and not in the other, so a
-    distance of about their share is no bias.
+    None if a sample is empty. Rollouts that still wait for training are in the generated sample only, so a distance of
+    about their share is no bias.
     """
     num_generated, num_trained = sum(generated.values()), sum(trained.values())
     if not num_generated or not num_trained:
@@ -28,7 +28,7 @@ def length_ks(generated: Histogram, trained: Histogram) -> float | None:
 
 
 def length_bias(generated: Histogram, trained: Histogram, dropped: Histogram) -> dict[str, Any]:
-    """The distance, and the mean length of everything generated, of what was trained on and of what was dropped."""
+    """Kolmogorov-Smirnov distance, and the mean lengths of generated, trained and dropped responses."""
     return {
         "ks": length_ks(generated, trained),
         "mean_generated": _mean(generated),

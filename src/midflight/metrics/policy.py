@@ -1,4 +1,4 @@
-"""How far the policy in training has moved from the one that sampled, over the tokens that carry loss.
+"""Distance between the policy in training and the behavior policy, over the tokens that carry loss.
 
 Legend: M sampled tokens of one microbatch or of a whole batch; everything is computed in float64.
 """
@@ -27,7 +27,7 @@ def effective_sample_size(log_ratio_M: Tensor, max_ratio: float | None = None) -
     With `max_ratio` the weights are truncated first, as the loss truncates them.
 
     Shapes: log_ratio_M [M] = log pi - log mu -> [].
-    Raises: ValueError if there is no token.
+    Raises: ValueError if there are no tokens.
     Source: PipelineRL, eq. 6 (Kong 1992).
     """
     _require_tokens(log_ratio_M)
@@ -38,18 +38,18 @@ def effective_sample_size(log_ratio_M: Tensor, max_ratio: float | None = None) -
 
 
 class RatioStatistics(NamedTuple):
-    """Of the importance ratios pi/mu, before truncation; each `[]`."""
+    """Statistics of the importance ratios pi/mu before truncation; each `[]`."""
 
     mean: Tensor
     max: Tensor
-    clamped_fraction: Tensor  # share of the tokens whose ratio is over the limit
+    clamped_fraction: Tensor  # share of the tokens whose ratio exceeds the limit
 
 
 def ratio_statistics(log_ratio_M: Tensor, max_ratio: float) -> RatioStatistics:
     """Mean and maximum of pi/mu, and the share of tokens where it exceeds `max_ratio`.
 
     Shapes: log_ratio_M [M] = log pi - log mu -> three times [].
-    Raises: ValueError if there is no token.
+    Raises: ValueError if there are no tokens.
     """
     _require_tokens(log_ratio_M)
     ratio_M = importance_ratio(log_ratio_M.double())
@@ -63,7 +63,7 @@ def kl_behavior(log_ratio_M: Tensor) -> Tensor:
 
     Shapes: log_ratio_M [M] = log pi - log mu -> [].
     Units: nats per token.
-    Raises: ValueError if there is no token.
+    Raises: ValueError if there are no tokens.
     Source: Schulman, "Approximating KL divergence" (2020).
     Not: KL(pi || mu), nor the KL to a frozen reference.
     """
@@ -74,7 +74,7 @@ def kl_behavior(log_ratio_M: Tensor) -> Tensor:
 Metrics = dict[str, float | list[float]]
 Sums = TypeVar("Sums", Tensor, Float64Array)
 
-# Every combination of (of one version or not, bucket of lags, tenth of the response); each token is in one.
+# Every combination of (of one version or not, bucket of lags, tenth of the response). Each token is in one cell.
 _CELLS = (2, len(LAG_EDGES), NUM_POSITIONS)
 _ONLY_SUMMED = ("ratio", "ratio squared", "clamped ratio", "clamped ratio squared", "distance")
 
@@ -83,8 +83,8 @@ _ONLY_SUMMED = ("ratio", "ratio squared", "clamped ratio", "clamped ratio square
 class PolicyMetrics:
     """Policy metrics of one batch that arrives as microbatches; the split does not change the result.
 
-    Sums and maxima are kept for every cell of `_CELLS`; whatever is reported adds cells up. Nothing is copied to the
-    host before `counted`, so adding a microbatch does not wait for the accelerator.
+    Sums and maxima are stored for every cell of `_CELLS`; every reported metric is computed from cells. Nothing is
+    copied to the host before `counted`, so adding a microbatch does not wait for the accelerator.
 
     Legend: Q quantities, C cells.
     """
@@ -93,7 +93,7 @@ class PolicyMetrics:
     num_tokens: Int64Array = field(default_factory=lambda: np.zeros(math.prod(_CELLS), np.int64), repr=False)  # [C]
     names: tuple[str, ...] = ()  # of the Q quantities
     sums: Tensor | None = field(default=None, repr=False)  # [Q, C]
-    largest: Tensor | None = field(default=None, repr=False)  # [2, C]: of pi/mu, and of |log pi/mu|
+    largest: Tensor | None = field(default=None, repr=False)  # [2, C]: pi/mu, |log pi/mu|
 
     def add(
         self,
@@ -103,9 +103,9 @@ class PolicyMetrics:
         entropy_M: Tensor,
         token_metrics: Mapping[str, Tensor] = types.MappingProxyType({}),
     ) -> None:
-        """Count the tokens of one microbatch; an empty one counts nothing. Of `token_metrics`, means are taken.
+        """Count the tokens of one microbatch, which may be empty. `token_metrics` are reported as means.
 
-        Shapes: all [M], of the tokens that carry loss only.
+        Shapes: all [M], only for tokens that carry loss.
         """
         if not policy_logprobs_M.numel():
             return
@@ -124,7 +124,7 @@ class PolicyMetrics:
             "entropy": entropy_M.detach().double(),
             **{name: values_M.detach().double() for name, values_M in token_metrics.items()},
         }
-        assert self.names in ((), tuple(quantities)), "every microbatch is measured alike"
+        assert self.names in ((), tuple(quantities)), "all microbatches of a batch need the same metrics"
         self.names = tuple(quantities)
         cells_M = _cells(origins)
         self._count(cells_M, torch.stack(list(quantities.values())), torch.stack([ratio_M, quantities["distance"]]))
@@ -132,7 +132,7 @@ class PolicyMetrics:
     def _count(self, cells_M: Int64Array, values_QM: Tensor, extremes_M: Tensor) -> None:
         num_cells = len(self.num_tokens)
         self.num_tokens += np.bincount(cells_M, minlength=num_cells)
-        # Not blocking, or the copy would wait for what the accelerator still has to do.
+        # A blocking copy would wait for the accelerator's queued work.
         index_M = torch.from_numpy(cells_M).to(values_QM.device, non_blocking=True)
         if self.sums is None or self.largest is None:
             self.sums = values_QM.new_zeros(len(values_QM), num_cells)
@@ -141,40 +141,40 @@ class PolicyMetrics:
         self.largest.scatter_reduce_(1, index_M.expand(2, -1), extremes_M, "amax")
 
     def counted(self) -> PolicySums:
-        """What was added so far, on the host."""
+        """Copy the counts so far to the host."""
         if self.sums is None or self.largest is None:
             return PolicySums(self.num_tokens, (), np.zeros((0, len(self.num_tokens))))
         return PolicySums(self.num_tokens, self.names, torch.cat([self.sums, self.largest]).cpu().numpy())
 
     def result(self) -> Metrics:
-        """The metrics by name; nothing at all if no token was added."""
+        """Return the metrics by name; {} if no token was added."""
         return self.counted().result()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySums:
-    """What PolicyMetrics counted: of all microbatches of one rank, or of all ranks."""
+    """Counts of PolicyMetrics, over all microbatches of one rank or of all ranks."""
 
     num_tokens: Int64Array  # [C]
-    names: tuple[str, ...]  # of the Q quantities; none without a token
-    tables: Float64Array  # [Q + 2, C]: their sums, then the largest pi/mu and the largest |log pi/mu|
+    names: tuple[str, ...]  # of the Q quantities; empty if there are no tokens
+    tables: Float64Array  # [Q + 2, C]: sums, then the largest pi/mu and the largest |log pi/mu|
 
     @classmethod
     def of_all(cls, ranks: Sequence[PolicySums]) -> PolicySums:
-        """Of all tokens that were counted anywhere."""
-        counted = [each for each in ranks if each.names] or ranks[:1]
-        assert len({each.names for each in counted}) == 1, "every rank measures alike"
+        """Combine the counts of all ranks."""
+        counted = [rank for rank in ranks if rank.names] or ranks[:1]
+        assert len({rank.names for rank in counted}) == 1, "all ranks need the same metrics"
         if not counted[0].names:
             return counted[0]
-        tables = np.stack([each.tables for each in counted])
+        tables = np.stack([rank.tables for rank in counted])
         total = np.concatenate([tables[:, :-2].sum(axis=0), tables[:, -2:].max(axis=0)])
-        return cls(np.sum([each.num_tokens for each in counted], axis=0), counted[0].names, total)
+        return cls(np.sum([rank.num_tokens for rank in counted], axis=0), counted[0].names, total)
 
     def result(self) -> Metrics:
-        """The metrics by name; nothing at all if no token was counted.
+        """Return the metrics by name; {} if no token was counted.
 
-        Each is there three times: of the whole batch, as `name/by_lag` and as `name/by_position`, where NaN stands
-        for no token. `mismatch/*` is of the tokens of one version only, and absent if there are none.
+        Each metric is reported as `name` for the whole batch, as `name/by_lag` and as `name/by_position`; NaN marks a
+        part without tokens. `mismatch/*` covers tokens of one version only, and is absent if there are none.
         """
         if not self.names:
             return {}
@@ -182,8 +182,8 @@ class PolicySums:
         sums, (ratios, distances) = dict(zip(self.names, tables[:-2], strict=True)), tables[-2:]
         num_tokens = self.num_tokens.reshape(_CELLS)
         result: Metrics = {"lag/tokens_by_lag": num_tokens.sum(axis=(0, 2)).tolist()}
-        for name, (whole, *parts) in _by_segment(sums, ratios, num_tokens).items():
-            result[name] = whole
+        for name, (total, *parts) in _by_segment(sums, ratios, num_tokens).items():
+            result[name] = total
             result[f"{name}/by_lag"], result[f"{name}/by_position"] = parts[: len(LAG_EDGES)], parts[len(LAG_EDGES) :]
         return {**result, **_mismatch(sums, distances, num_tokens)}
 
@@ -191,13 +191,13 @@ class PolicySums:
 def _by_segment(
     sums: Mapping[str, Float64Array], largest_ratio: Float64Array, num_tokens: Int64Array
 ) -> dict[str, list[float]]:
-    """Every metric of the whole batch, then of each bucket of lags, then of each tenth.
+    """Compute every metric for the whole batch, for each bucket of lags and for each tenth.
 
     Shapes: all `_CELLS` -> [19] each.
     """
     counts = _segments(num_tokens.astype(np.float64), np.add)
     totals = {name: _segments(table, np.add) for name, table in sums.items()}
-    with np.errstate(invalid="ignore"):  # where there is no token, 0 / 0 is NaN, as it should be
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, the value for a part without tokens
         metrics = {
             "ess": _normalized_ess(totals["ratio"], totals["ratio squared"], counts),
             "ess_clamped": _normalized_ess(totals["clamped ratio"], totals["clamped ratio squared"], counts),
@@ -209,7 +209,7 @@ def _by_segment(
 
 
 def _segments(cells: Float64Array, reduce: np.ufunc) -> Float64Array:
-    """Shapes: `_CELLS` -> [19], the whole batch, the buckets of lags and the tenths."""
+    """Reduce cells to the whole batch, the buckets of lags and the tenths. Shapes: `_CELLS` -> [19]."""
     by_both = reduce.reduce(cells, axis=0)
     by_lag, by_position = reduce.reduce(by_both, axis=1), reduce.reduce(by_both, axis=0)
     return np.concatenate([[reduce.reduce(by_lag)], by_lag, by_position])
@@ -218,7 +218,7 @@ def _segments(cells: Float64Array, reduce: np.ufunc) -> Float64Array:
 def _mismatch(
     sums: Mapping[str, Float64Array], largest_distance: Float64Array, num_tokens: Int64Array
 ) -> dict[str, float]:
-    """How far trainer and engine are apart where they computed the same thing; nothing if they nowhere did."""
+    """Differences between trainer and engine log-probabilities on tokens of one version; {} without such tokens."""
     count = int(num_tokens[1].sum())
     if not count:
         return {}

@@ -1,4 +1,4 @@
-"""Where a token stands: in which bucket of lags, in which tenth of its response, and what it may be compared with."""
+"""Segments of tokens: the bucket of their lag, the tenth of their response, and the check for a single version."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy.typing as npt
 
 from midflight.types import BoolArray, Int32Array, Int64Array
 
-LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)  # optimizer steps; the least lag in each bucket, of which the last is open
+LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)  # smallest lag in each bucket (optimizer steps); the last bucket is open
 LAG_LABELS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 NUM_POSITIONS = 10  # parts of a response
 
 
 def lag_buckets(lags: npt.NDArray[np.integer[Any]]) -> Int64Array:
-    """The bucket of each lag: the last whose edge it reaches. Shapes: [M] -> [M]."""
+    """Index of the last bucket whose edge each lag reaches. Shapes: [M] -> [M]."""
     assert not len(lags) or lags.min() >= 0, "a token cannot be newer than the weights that train on it"
     return np.searchsorted(LAG_EDGES, lags, side="right") - 1
 
 
 def tenths(lengths: npt.NDArray[np.integer[Any]]) -> Int64Array:
-    """floor(10 * index / length) of every token in responses that are laid end to end.
+    """floor(10 * index / length) for every token of concatenated responses.
 
-    Of a response of fewer than ten tokens some tenths have none.
+    In a response of fewer than ten tokens, some tenths are empty.
 
     Shapes: lengths [S], in tokens -> [sum of lengths].
     """
@@ -36,8 +36,8 @@ def tenths(lengths: npt.NDArray[np.integer[Any]]) -> Int64Array:
 
 @dataclass(frozen=True, slots=True)
 class TokenOrigins:
-    """What is known of a microbatch's tokens before any forward pass; all [M], of those that carry loss."""
+    """Facts about a microbatch's tokens that need no forward pass; all [M], for tokens that carry loss."""
 
     lags: Int32Array  # optimizer steps
-    positions: Int64Array  # tenth of its response, 0 to 9
-    of_one_version: BoolArray  # the weights in training sampled it and every token before it
+    positions: Int64Array  # tenth of the response, 0 to 9
+    of_one_version: BoolArray  # True if the weights in training sampled the token and all tokens before it

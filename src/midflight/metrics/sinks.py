@@ -1,4 +1,4 @@
-"""Several metric sinks as one: metrics.jsonl, which a run needs, and others, which it does not."""
+"""Combination of metric sinks: metrics.jsonl, which every run needs, and optional sinks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from midflight.protocols import MetricsSink
 
 
 class MetricsSinks:
-    """A sink that passes every line on.
+    """Metrics sink that passes every line on to several sinks.
 
-    Raises: whatever the first sink raises. Of another one that raises the user is told, and it gets no more lines.
+    Raises: the errors of the first sink. If an optional sink raises, the user is told and the sink gets no more lines.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class MetricsSinks:
         others: Sequence[tuple[str, Callable[[], MetricsSink]]],
         note: Callable[[str], object],
     ) -> None:
-        """`others`: by name, for the user."""
+        """`others`: pairs of a name for messages and a constructor."""
         self._first, self._note = first, note
         self._others: list[tuple[str, MetricsSink]] = []
         for name, constructor in others:
@@ -46,7 +46,7 @@ class MetricsSinks:
 
     @contextlib.contextmanager
     def _noted(self, name: str) -> Iterator[None]:
-        """Tell the user of an error, and go on."""
+        """Report an error to the user and continue."""
         try:
             yield
         except Exception as error:

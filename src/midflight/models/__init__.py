@@ -1,1 +1,1 @@
-"""Loading Hugging Face models and tokenizers from a directory, and the attention the trainer runs them with."""
+"""Models: loading Hugging Face models and tokenizers from a directory, and the trainer's packed forward pass."""

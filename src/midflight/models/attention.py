@@ -1,10 +1,10 @@
 """Attention over packed sequences, plugged into any Hugging Face model through transformers' AttentionInterface.
 
-A microbatch is one row of T tokens, several sequences end to end. Everything but attention works on those T tokens;
-attention alone is laid out as padded rows, sequences of similar length together, so that no sequence sees another
-and the fused causal kernel (forward and backward) is used.
+A microbatch is one row of T tokens: several sequences, concatenated. All layers except attention work on these tokens.
+Attention works on padded rows, one row per sequence, with sequences of similar length in one bucket. No sequence
+therefore sees another sequence, and the fused causal kernel runs (forward and backward).
 
-Suffixes: T packed tokens, S sequences of one bucket, L its longest, H heads, K key/value heads, E head dimension.
+Suffixes: T packed tokens, S sequences of one bucket, L longest of them, H heads, K key/value heads, E head dimension.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _BUCKET_GROWTH = 4 / 3
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sequences of similar length, as padded rows of the length of the longest."""
+    """Sequences of similar length, as rows padded to the longest sequence."""
 
-    packed_index: Tensor  # int64 [S * L]: which packed token stands there; any one where there is only padding
+    packed_index: Tensor  # int64 [S * L]: packed token at each place; any token for padding
     num_sequences: int
     max_length: int
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """The layout of one microbatch, computed once and used by every layer."""
+    """Layout of one microbatch, computed once and used by every layer."""
 
     buckets: tuple[Bucket, ...]
-    padded_index: Tensor  # int64 [T]: where each packed token's result stands in the rows of all buckets
+    padded_index: Tensor  # int64 [T]: place of each packed token's result in the rows of all buckets
     previous_index: Tensor  # int64 [T]: the packed token before each one; -1 for the first of a trajectory
 
     @classmethod
@@ -51,11 +51,11 @@ class PackedSequences:
             max_length = max(len(prefix) + len(own) for prefix, own in members)
             rows = np.zeros((len(members), max_length), np.int64)
             for row, (prefix, own) in enumerate(members):
-                both = np.concatenate([prefix, own])
-                rows[row, : len(both)] = both
-                previous_index[both[1:]] = both[:-1]
-                # A shared prefix is in the row of each of its sequences; its result is taken from its owner's.
-                padded_index[own] = num_padded + row * max_length + np.arange(len(prefix), len(both))
+                sequence = np.concatenate([prefix, own])
+                rows[row, : len(sequence)] = sequence
+                previous_index[sequence[1:]] = sequence[:-1]
+                # A shared prefix is in the rows of all its sequences; its result comes from the row of its owner.
+                padded_index[own] = num_padded + row * max_length + np.arange(len(prefix), len(sequence))
             buckets.append(Bucket(torch.from_numpy(rows.reshape(-1)).to(device), len(members), max_length))
             num_padded += rows.size
         return cls(
@@ -91,13 +91,13 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence; the signature is the AttentionInterface's.
+    """Causal attention within each packed sequence, with the signature of AttentionInterface.
 
     Shapes: query [1, H, T, E], key and value [1, K, T, E] -> [1, T, H, E].
     """
     rows = []
     for bucket in packed.buckets:
-        # Padding comes last in its row, so causality keeps it out of every result that is used.
+        # Padding is at the end of a row, so the causal mask hides it from all used results.
         q, k, v = (_padded_rows(part, bucket) for part in (query, key, value))
         if softcap or (sliding_window and sliding_window < bucket.max_length):
             positions = torch.arange(bucket.max_length, device=q.device)
@@ -120,7 +120,7 @@ def _padded_rows(part: Tensor, bucket: Bucket) -> Tensor:
 
 
 def visible_columns(positions: Tensor, width: int, window: int) -> Tensor:
-    """Which of `width` columns a query at each position sees: up to itself, the last `window` of them if not 0.
+    """Mask of the `width` columns that a query at each position sees: up to itself, at most the last `window` if not 0.
 
     Shapes: positions [B, L] -> bool [B, 1, L, width].
     """
@@ -132,7 +132,7 @@ def visible_columns(positions: Tensor, width: int, window: int) -> Tensor:
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """Attention where `visible`; scores are capped to softcap * tanh(score / softcap) if softcap > 0.
+    """Attention restricted to `visible`; scores are capped to softcap * tanh(score / softcap) if softcap > 0.
 
     Shapes: query [B, H, L, E], key and value [B, K, W, E], visible broadcasts to [B, H, L, W] -> [B, H, L, E].
     """
@@ -146,9 +146,9 @@ def masked_attention(
 
 
 def register_packed_attention() -> str:
-    """Make `packed_attention` known to transformers; return the name to load models with.
+    """Register `packed_attention` with transformers; return its name, for loading models.
 
-    transformers imports its model code here, which takes seconds. Processes that build no such model never call this.
+    transformers imports its model code here, which takes seconds. Processes without such a model never call this.
     """
     from transformers import AttentionInterface
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, without keeping logits of the whole vocabulary.
+"""Log-probabilities and entropies from hidden states, without storing the logits of all tokens.
 
 Suffixes: M tokens, D model, V vocabulary, C tokens of one chunk.
 """
@@ -16,14 +16,14 @@ from midflight.models.linear_scores import BLOCK_LOGITS, LinearScores, rows_per_
 
 
 class TokenScores(NamedTuple):
-    """Of the chosen tokens, both [M], float32 unless the model is float64."""
+    """Scores of the chosen tokens; both [M], float32 unless the model is float64."""
 
     logprobs: Tensor  # nats
-    entropy: Tensor  # of the whole distribution, nats; without gradient unless asked for
+    entropy: Tensor  # of the whole distribution, nats; without gradient unless requested
 
 
 class LogitTransform(NamedTuple):
-    """logits = softcap(scale * hidden @ weight.T + bias); what the model and the sampling temperature make of them."""
+    """Logits of the model at the sampling temperature: softcap(scale * (hidden @ weight.T + bias)) / temperature."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0: none
@@ -31,17 +31,17 @@ class LogitTransform(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, temperature: float) -> LogitTransform:
-        """`config`: of a Hugging Face model. Gemma 2 caps its logits, Cohere multiplies them, Granite divides them."""
+        """Read a Hugging Face configuration. Gemma 2 caps its logits, Cohere multiplies them, Granite divides them."""
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None) or 0.0, temperature)
 
     @property
     def factor(self) -> float | None:
-        """What linear logits are multiplied with, if that is all."""
+        """Factor of the linear logits; None if the transform is not linear."""
         return None if self.softcap else self.scale / self.temperature
 
     def apply(self, logits: Tensor) -> Tensor:
-        """In float32 or what is more precise. Shapes: [C, V] -> [C, V]."""
+        """Apply the transform, in float32 or higher precision. Shapes: [C, V] -> [C, V]."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -59,9 +59,8 @@ def score_tokens(
 ) -> TokenScores:
     """log softmax(logits)[token] and the entropy of softmax(logits).
 
-    A bfloat16 head is multiplied in float32: logits of 16 rounded to bfloat16 are 0.06 apart.
-
-    If all logits together are too large, they are computed chunk by chunk, and again in the backward pass.
+    A bfloat16 head is multiplied in float32, because bfloat16 rounds logits near 16 to steps of 0.06. If all logits
+    together are too large, they are computed in chunks, and recomputed in the backward pass.
 
     Shapes: hidden_MD [M, D], token_ids_M int64 [M]; head: a linear layer from D to V -> two times [M].
     """
@@ -75,11 +74,11 @@ def score_tokens(
     scores = []
     for start in range(0, max(len(hidden_MD), 1), chunk):
         hidden_CD, token_ids_C = hidden_MD[start : start + chunk], token_ids_M[start : start + chunk]
-        of_chunk = hidden_CD, token_ids_C, head, transform, entropy_gradient
+        arguments_C = hidden_CD, token_ids_C, head, transform, entropy_gradient
         if len(hidden_MD) <= chunk or not torch.is_grad_enabled():
-            scores.append(_score_chunk(*of_chunk))
+            scores.append(_score_chunk(*arguments_C))
         else:
-            scores.append(checkpoint(_score_chunk, *of_chunk, use_reentrant=False))
+            scores.append(checkpoint(_score_chunk, *arguments_C, use_reentrant=False))
     logprobs, entropies = zip(*scores, strict=True)
     return TokenScores(torch.cat(logprobs), torch.cat(entropies))
 
@@ -94,7 +93,7 @@ def _score_chunk(
 
 
 def _logits(hidden_CD: Tensor, head: torch.nn.Linear) -> Tensor:
-    """[C, V], in float32 if the head is bfloat16."""
+    """Logits [C, V], in float32 if the head is bfloat16."""
     if head.weight.dtype != torch.bfloat16:
         logits_CV: Tensor = head(hidden_CD)
         return logits_CV

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of a linear layer's softmax, with a backward pass of its own.
+"""Log-probabilities and entropies of a linear layer's softmax, with a custom backward pass.
 
-Autograd would keep or allocate several matrices of all logits, and pages the process did not have before cost about as
-much as the arithmetic on them. Here a chunk's logits become their own gradient in place.
+Autograd would store or allocate several matrices of all logits, and new memory pages cost about as much as the
+arithmetic on them. Here the logits of a chunk are overwritten in place by their gradient.
 
-Suffixes: M tokens, D model, V vocabulary, C tokens of one chunk, R rows of a block in it.
+Suffixes: M tokens, D model, V vocabulary, C tokens of one chunk, R rows of one block of a chunk.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Units: logits. A chunk (64 MB of float32) has hundreds of rows even with a large vocabulary, so that the matrix
-# products are as fast as large ones. A block stays in a core's cache from one elementwise pass to the next. What is
-# kept (512 MB) is little beside the activations of as many tokens; other chunks are computed again.
+# Units: logits. A chunk (64 MB of float32) has hundreds of rows even with a large vocabulary, so its matrix products
+# run at full speed. A block stays in a core's cache between elementwise passes. Kept logits (512 MB) are small beside
+# the activations of the same tokens; the logits of other chunks are recomputed.
 _CHUNK_LOGITS = 1 << 24
 BLOCK_LOGITS = 1 << 18
 _KEPT_LOGITS = 1 << 27
 
 
 def rows_per_chunk(vocab_size: int) -> int:
-    """C, at least 1."""
+    """Number of tokens per chunk (C), at least 1."""
     return max(1, _CHUNK_LOGITS // vocab_size)
 
 
 class LinearScores(torch.autograd.Function):
     """(log softmax(hidden @ weight.T + bias)[token], entropy); the entropy has no gradient.
 
-    `for_backward`: whether logits may be kept for a backward pass.
+    `for_backward`: True if logits may be kept for a backward pass.
 
     Shapes: hidden [M, D], weight [V, D], bias [V] or None, token_ids int64 [M] -> [M], [M]. All float32.
     """
@@ -50,8 +50,8 @@ class LinearScores(torch.autograd.Function):
             else:
                 reused = logits_CV if reused is None else reused
             scores = [_scores(rows, ids) for rows, ids in _blocks(logits_CV, token_ids_M[chunk])]
-            for whole_M, parts in zip((log_sums_M, logprobs_M, entropy_M), zip(*scores, strict=True), strict=True):
-                torch.cat(parts, out=whole_M[chunk])
+            for result_M, parts in zip((log_sums_M, logprobs_M, entropy_M), zip(*scores, strict=True), strict=True):
+                torch.cat(parts, out=result_M[chunk])
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, token_ids_M, log_sums_M)
         ctx.kept = kept
         ctx.mark_non_differentiable(entropy_M)
@@ -59,10 +59,10 @@ class LinearScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_M: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of a logit is (1 if it is the token's else 0) - its probability, times the token's."""
+        """Gradient of the logits: the gradient of each token times (one-hot of the token - probabilities)."""
         hidden_MD, weight_VD, bias_V, token_ids_M, log_sums_M = ctx.saved_tensors
         grad_logprobs_M, _ = grads_M
-        # The logits are overwritten: a second backward pass has to compute them again.
+        # The logits are overwritten, so a second backward pass must recompute them.
         kept, ctx.kept = ctx.kept, []
         grad_hidden_MD, grad_weight_VD = torch.empty_like(hidden_MD), torch.empty_like(weight_VD)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
@@ -70,10 +70,10 @@ class LinearScores(torch.autograd.Function):
         for index, chunk in enumerate(_chunks(hidden_MD, weight_VD)):
             hidden_CD, grad_C = hidden_MD[chunk], grad_logprobs_M[chunk]
             logits_CV = kept[index] if index < len(kept) else _logits(hidden_CD, weight_VD, bias_V, reused)
-            # Chunks that were kept are as large as any, but for the last.
+            # All chunks have the same size, except the last one.
             reused = logits_CV if reused is None else reused
             _differences(logits_CV, token_ids_M[chunk], log_sums_M[chunk])
-            # Tokens' gradients are multiplied into the narrow matrices instead of the wide one.
+            # Multiply the tokens' gradients into the narrow matrices (D) instead of the wide one (V).
             torch.mm(logits_CV, weight_VD, out=grad_hidden_MD[chunk]).mul_(-grad_C[:, None])
             grad_weight_VD.addmm_(logits_CV.t(), hidden_CD * -grad_C[:, None], beta=float(index > 0))
             if grad_bias_V is not None:
@@ -88,7 +88,7 @@ def _chunks(hidden_MD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, reused: Tensor | None) -> Tensor:
-    """hidden @ weight.T + bias, in memory that is `reused` if it is given; [C, V]."""
+    """hidden @ weight.T + bias, [C, V], written into `reused` if given."""
     if reused is None:
         return F.linear(hidden_CD, weight_VD, bias_V)
     logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=reused[: len(hidden_CD)])
@@ -96,13 +96,13 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, reused:
 
 
 def _blocks(logits_CV: Tensor, *others_C: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows that fit a core's cache, and what belongs to them; all at once where small kernels would cost more."""
+    """Split rows into blocks that fit a core's cache; on a GPU one block, because small kernels would cost more."""
     size = max(1, BLOCK_LOGITS // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
-    return zip(*(torch.split(each, size) for each in (logits_CV, *others_C)), strict=True)
+    return zip(*(torch.split(tensor, size) for tensor in (logits_CV, *others_C)), strict=True)
 
 
 def _scores(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log of the sum of exponentials, log-probability of the token, entropy; each [R]."""
+    """Log of the sum of exponentials, log-probability of the token, entropy; each [R]."""
     logprobs_RV = logits_RV.log_softmax(dim=-1)
     logprobs_R = logprobs_RV.gather(1, token_ids_R[:, None]).squeeze(1)
     log_sums_R = logits_RV.gather(1, token_ids_R[:, None]).squeeze(1) - logprobs_R

@@ -1,4 +1,4 @@
-"""Models and tokenizers from Hugging Face directories; nothing is ever downloaded."""
+"""Loading of models and tokenizers from Hugging Face directories, without downloads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Named = tuple[str, Tensor]
 
 
 def check_model_directory(path: Path, key: str = "model.path") -> None:
-    """`key`: of the recipe, where the path is from.
+    """Check that a model directory has the files that every model needs, without reading weights.
 
-    Raises: ModelError if the directory or one of the files every model needs is missing. Reads no weights.
+    `key`: recipe key of the path, for messages.
+    Raises: ModelError if the directory or a file is missing.
     """
     if not path.is_dir():
         raise ModelError(f"{key}: there is no directory {path}")
@@ -36,24 +37,26 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
 
 
 def check_same_model(checkpoint: Path, path: Path) -> None:
-    """Whether a checkpoint holds weights of the model in `path`. Reads none of them.
+    """Check that a checkpoint fits the model in `path`, without reading weights.
 
-    Raises: ModelError naming what differs.
+    Raises: ModelError naming the difference in model type or shape.
     """
     found, expected = load_config(checkpoint).model_type, load_config(path).model_type
     if found != expected:
-        raise ModelError(f"{checkpoint} is of another model: a {found}, and model.path = {path} is a {expected}")
+        raise ModelError(
+            f"{checkpoint} is of another model: its type is {found}, but model.path = {path} is {expected}"
+        )
     found_shapes, expected_shapes = _shapes(checkpoint), _shapes(path)
     for name in sorted(found_shapes.keys() & expected_shapes.keys()):
         if found_shapes[name] != expected_shapes[name]:
             raise ModelError(
-                f"{checkpoint} is of another model: its {name} is {found_shapes[name]}, and that of model.path ="
-                f" {path} is {expected_shapes[name]}"
+                f"{checkpoint} is of another model: its {name} is {found_shapes[name]}, but in model.path = {path}"
+                f" it is {expected_shapes[name]}"
             )
 
 
 def _shapes(directory: Path) -> dict[str, list[int]]:
-    """Of every tensor in the model's files."""
+    """Shapes of all tensors in the model's files, by name."""
     shapes = {}
     for file in directory.glob("model*.safetensors"):
         with _readable(directory), safe_open(file, framework="pt") as tensors:
@@ -73,24 +76,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def stop_token_ids(path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's EOS token, then those that the model directory lists.
+    """Return the tokens that end a response: the tokenizer's EOS token, then the tokens listed in the model directory.
 
     Chat models list several in generation_config.json, such as the end of a turn and the end of a text.
     Raises: ModelError if a file cannot be read.
     """
     listed = [tokenizer.eos_token_id]
-    # Read from the files themselves: transformers fills in a default of its own where config.json names none.
+    # Read the files directly: transformers would insert a default if config.json names no EOS token.
     for file in (path / "generation_config.json", path / "config.json"):
         if file.is_file():
             with _readable(file):
                 value = json.loads(file.read_text()).get("eos_token_id")
             listed += value if isinstance(value, list) else [value]
     vocab_size = load_config(path).vocab_size
-    return tuple(dict.fromkeys(each for each in listed if each is not None and 0 <= each < vocab_size))
+    return tuple(dict.fromkeys(token for token in listed if token is not None and 0 <= token < vocab_size))
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The model with packed attention, in evaluation mode (no dropout: engine and trainer must agree)."""
+    """Load a model with packed attention, in evaluation mode (no dropout: engine and trainer must agree)."""
     with _readable(path), quiet():
         model = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, dtype=dtype, attn_implementation=register_packed_attention()
@@ -99,20 +102,20 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
 
 
 def save_description(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
-    """What `from_pretrained` reads besides weights."""
+    """Save the files that `from_pretrained` reads besides weights."""
     for described in (model.config, model.generation_config, tokenizer):
         described.save_pretrained(directory)
 
 
 def load_skeleton(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model without memory for its weights: for its modules and their names."""
+    """Build the model on the meta device, without memory for weights: only its modules and their names."""
     with _readable(path), torch.device("meta"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_packed_attention())
 
 
 def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """`load_model` without what its files hold: that is on the meta device, and everything else as it should be."""
+    """Build the model of `load_model`, but with all tensors of its files on the meta device."""
     model = load_skeleton(path, dtype)
     if (path / "generation_config.json").is_file():
         with _readable(path):
@@ -122,7 +125,7 @@ def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modu
         for name, buffer in module.named_buffers(recurse=False):
             if id(buffer) not in in_files:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    # As from_pretrained does: what is marked is left alone, and the others get the values their modules give them.
+    # As in from_pretrained: marked tensors stay as they are; modules initialize all other tensors.
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
@@ -130,12 +133,12 @@ def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modu
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor of every parameter, tied ones once; the names engines know."""
+    """Parameters by the names that engines use; tied parameters appear once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def saved_tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor of what the model's files hold: its weights and the buffers that are saved with them."""
+    """Tensors of the model's files by name: the weights and the buffers saved with them."""
     return weights_of(model) | saved_buffers_of(model)
 
 
@@ -154,7 +157,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars transformers draws for the weights of even the smallest model."""
+    """Disable the progress bars of transformers, which appear even for the smallest model."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,6 +1,6 @@
-"""LoRA: instead of a weight matrix W [out, in], B [out, rank] and A [rank, in] are trained; W + scale * B @ A is used.
+"""LoRA: trains B [out, rank] and A [rank, in] in place of a weight matrix W [out, in]; uses W + scale * B @ A.
 
-The layers are peft's. Their parameters have the names `LAYER.base_layer.weight` (frozen), `LAYER.lora_A.default.weight`
+The layers come from peft. Their parameters are named `LAYER.base_layer.weight` (frozen), `LAYER.lora_A.default.weight`
 and `LAYER.lora_B.default.weight`.
 
 Source: Hu et al. 2021, LoRA.
@@ -23,14 +23,17 @@ from midflight.errors import MissingExtraError, RecipeError
 from midflight.models.loading import Named, weights_of
 
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
-# peft's own names, of files and of what a PeftModel puts before the model's names.
+# Names defined by peft: its files, and the prefix that a PeftModel puts before the model's names.
 ADAPTER_STEM = "adapter_model"
 _CONFIG_FILE, _PEFT_PREFIX = "adapter_config.json", "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """`targets`: last parts of the names of linear layers; None: all but the output head."""
+    """Settings of an adapter.
+
+    `targets`: last parts of the names of linear layers; None: all linear layers except the output head.
+    """
 
     rank: int
     alpha: float  # scale = alpha / rank
@@ -38,16 +41,21 @@ class LoraSettings:
 
 
 def check_lora(model: Any, settings: LoraSettings) -> None:
-    """Raises: RecipeError if a target is no linear layer of the model's; MissingExtraError without the package peft."""
+    """Check that an adapter fits the model.
+
+    Raises: RecipeError if a target is no linear layer of the model; MissingExtraError without the package peft.
+    """
     _import_peft()
     _targets(model, settings)
 
 
 def add_adapter(model: Any, settings: LoraSettings, base: Path) -> None:
-    """Put an adapter that changes nothing yet beside every target, and freeze everything else.
+    """Add an adapter to every target, initially without effect, and freeze all other parameters.
 
-    The adapter is float32 and has its values also where the model is on the meta device. A is random, the same in every
-    process. `base`: where the model is from, for those who load the adapter alone.
+    The adapter is float32 and initialized even if the model is on the meta device. A is random, with the same values in
+    every process.
+
+    `base`: path of the model, stored for users who load the adapter alone.
     Raises: as `check_lora`.
     """
     peft = _import_peft()
@@ -63,9 +71,9 @@ def add_adapter(model: Any, settings: LoraSettings, base: Path) -> None:
     )
     peft.inject_adapter_in_model(config, model)
     generator = torch.Generator().manual_seed(0)
-    for layer in [each for each in model.modules() if hasattr(each, "lora_A")]:
+    for layer in [module for module in model.modules() if hasattr(module, "lora_A")]:
         (a,), (b,) = layer.lora_A.values(), layer.lora_B.values()
-        a.weight, b.weight = (nn.Parameter(torch.zeros(each.weight.shape)) for each in (a, b))
+        a.weight, b.weight = (nn.Parameter(torch.zeros(matrix.weight.shape)) for matrix in (a, b))
         nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5), generator=generator)
 
 
@@ -74,7 +82,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's parameters, under the names they have in peft's files."""
+    """Parameters of the adapter, by their names in peft's files."""
     return {
         _PEFT_PREFIX + name.replace(".default.weight", ".weight"): tensor
         for name, tensor in weights_of(model).items()
@@ -83,26 +91,27 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter_config(model: Any, directory: Path) -> None:
-    """What `PeftModel.from_pretrained(base_model, directory)` reads beside `adapter_weights` in ADAPTER_STEM's file."""
+    """Save the configuration that `PeftModel.from_pretrained(base_model, directory)` reads besides weights."""
     config = {**model.peft_config["default"].to_dict(), "inference_mode": True}
     text = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # sets are not JSON
     (directory / _CONFIG_FILE).write_text(text)
 
 
 def base_name(name: str) -> str | None:
-    """What a parameter is called in the model without adapters; None if it is an adapter's."""
+    """Name of a parameter in the model without adapters; None for a parameter of an adapter."""
     return None if _ADAPTER in name else name.replace(_BASE, ".")
 
 
-def merged_weights(model: nn.Module, whole: Callable[[Iterable[Named]], Iterable[Named]] = iter) -> Iterator[Named]:
-    """The weights of the model that computes the same without adapters, under its names, one after another.
+def merged_weights(model: nn.Module, gather: Callable[[Iterable[Named]], Iterable[Named]] = iter) -> Iterator[Named]:
+    """Yield the weights of the equivalent model without adapters, by its names, one tensor at a time.
 
-    The base weights themselves stay as they are. What is added to them is added in float32. `whole` is given all
-    parameters, which may be shards; it makes tensors out of them, in their order, or none at all.
+    The base weights do not change. Sums are computed in float32.
+
+    `gather`: turns parameters, which may be sharded, into full tensors in the same order, or into no tensors at all.
     """
-    # A layer's own come first, then A, then B.
+    # The parameters of a layer come in this order: its own, then A, then B.
     held: dict[str, Tensor] = {}
-    for name, tensor in whole(weights_of(model).items()):
+    for name, tensor in gather(weights_of(model).items()):
         if _BASE in name:
             held[name.rpartition(".")[2]] = tensor
         elif f"{_ADAPTER}A" in name:
@@ -110,7 +119,7 @@ def merged_weights(model: nn.Module, whole: Callable[[Iterable[Named]], Iterable
         elif f"{_ADAPTER}B" in name:
             layer_name = name.partition(_ADAPTER)[0]
             held["weight"] = _merged(model.get_submodule(layer_name), held["weight"], a, tensor)
-            yield from ((f"{layer_name}.{kind}", each) for kind, each in held.items())
+            yield from ((f"{layer_name}.{kind}", parameter) for kind, parameter in held.items())
             held = {}
         else:
             yield name, tensor
@@ -122,7 +131,7 @@ def _merged(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:
-    """The linear layers that get an adapter, by the last part of their names."""
+    """Linear layers that get an adapter, by the last part of their names."""
     head = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]: module
@@ -132,7 +141,8 @@ def _targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:
     unknown = [name for name in settings.targets or () if name not in linear]
     if unknown:
         raise RecipeError(
-            f"trainer.lora_targets: the model has no linear layers {', '.join(unknown)}; it has {', '.join(linear)}"
+            f"trainer.lora_targets: the model has no linear layers {', '.join(unknown)};"
+            f" choose from {', '.join(linear)}"
         )
     return {name: linear[name] for name in settings.targets or linear}
 

@@ -1,4 +1,4 @@
-"""The policy over packed sequences: one forward pass for the trainer, the reference and the proximal policy.
+"""Policy over packed sequences: one forward pass for the trainer, the reference and the proximal policy.
 
 Suffixes: T packed tokens, M tokens that carry loss, D model.
 """
@@ -16,12 +16,12 @@ from midflight.types import Microbatch
 
 
 class PackedPolicy(torch.nn.Module):
-    """A causal language model, and possibly a value head on it, over microbatches."""
+    """Causal language model over microbatches, with an optional value head."""
 
     def __init__(
         self, model: Any, temperature: float, with_values: bool = False, entropy_gradient: bool = False
     ) -> None:
-        """`temperature`: of the sampling distribution, which log-probabilities are of."""
+        """`temperature`: sampling temperature that log-probabilities refer to."""
         super().__init__()
         self.model: Any = model
         self.value_head: torch.nn.Linear | None = value_head(model.config.hidden_size) if with_values else None
@@ -31,7 +31,7 @@ class PackedPolicy(torch.nn.Module):
     def forward(self, microbatch: Microbatch) -> tuple[TokenScores, Tensor | None]:
         """Scores of the tokens that carry loss, and the values before them; each [M].
 
-        A token is predicted from the hidden state of the one before it: the only place where the shift happens.
+        A token is predicted from the hidden state of the previous token. This method is the only place with that shift.
         """
         device = self.model.device
         token_ids_T = _tensor(microbatch.token_ids, device)
@@ -48,13 +48,13 @@ class PackedPolicy(torch.nn.Module):
         scores = score_tokens(hidden_MD, token_ids_T[predicted_M], head, self._transform, self._entropy_gradient)
         values_M = None
         if self.value_head is not None:
-            # Not a view: sharded modules may lose the gradient of one.
+            # A copy, not a view: sharded modules may lose the gradient of a view.
             values_M = self.value_head(hidden_MD.to(self.value_head.weight.dtype)).squeeze(1).clone()
         return scores, values_M
 
 
 def value_head(hidden_size: int) -> torch.nn.Linear:
-    """Expects nothing of anything yet: zeros."""
+    """Value head with zero weights: it predicts 0 for every token."""
     head = torch.nn.Linear(hidden_size, 1)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)

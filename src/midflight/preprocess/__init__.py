@@ -1,1 +1,1 @@
-"""Stage 2: groups of graded rollouts become packed batches the trainer can take as they are."""
+"""Stage 2: turn groups of graded rollouts into packed batches that are ready for the trainer."""

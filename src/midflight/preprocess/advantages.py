@@ -1,4 +1,4 @@
-"""How much better than expected a rollout was: one number per rollout, from the rewards of its group."""
+"""Advantages: one number per rollout, its reward relative to a baseline from its group."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 
 from midflight.types import Float64Array
 
-# The rewards of a group -> its advantages. One of your own also gets `advantage.options`, as keyword arguments.
+# Maps the rewards of a group to its advantages. A custom function also gets `advantage.options` as keyword arguments.
 Advantage = Callable[[Float64Array], Float64Array]
 
-# Keeps the division finite where all rewards of a group are equal; the numerator is zero there.
+# Keeps the division finite if all rewards of a group are equal; the numerator is then zero.
 _STD_EPSILON = 1e-4
 
-# In standard deviations, what rounding may leave of an advantage that is zero.
+# Advantages below this value are rounding errors of zero (standard deviations).
 _ROUNDING = 1e-12
 
 
 def group_mean(rewards: Float64Array) -> Float64Array:
     """r - mean(r) over the group. Source: Dr. GRPO (Liu et al. 2025)."""
-    # From one of them first: the mean of equal rewards may differ from them in the last bit.
+    # Subtracting the first reward gives exact zeros for equal rewards: their mean may differ from them in the last bit.
     relative: Float64Array = rewards - rewards[0]
     return relative - np.mean(relative)
 
@@ -34,15 +34,15 @@ def group_mean_std(rewards: Float64Array) -> Float64Array:
 
 
 def leave_one_out(rewards: Float64Array) -> Float64Array:
-    """r - mean of the others' rewards: a baseline that does not depend on the rollout itself.
+    """r - mean of the other rewards of the group: a baseline that does not depend on the rollout itself.
 
-    n / (n - 1) times `group_mean`. Source: RLOO (Kool et al. 2019; Ahmadian et al. 2024).
+    Equal to n / (n - 1) times `group_mean`. Source: RLOO (Kool et al. 2019; Ahmadian et al. 2024).
     """
     return group_mean(rewards) * len(rewards) / (len(rewards) - 1)
 
 
 def no_baseline(rewards: Float64Array) -> Float64Array:
-    """The rewards themselves."""
+    """Return the rewards unchanged."""
     return rewards
 
 

@@ -1,4 +1,4 @@
-"""Graded groups -> one optimizer step's worth of packed microbatches, with everything measurable about them."""
+"""Build the packed microbatches of one optimizer step from graded groups, and measure the batch."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from midflight.types import (
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """What the recipe says about this stage."""
+    """Settings of this stage, from the recipe."""
 
-    advantage: Advantage | None  # None: a value function in the trainer estimates them
+    advantage: Advantage | None  # None: a value function in the trainer estimates advantages
     max_tokens: int  # per microbatch
     max_response_tokens: int
     normalize_advantages: bool = False
     mask_older_than: int | None = None  # optimizer steps; tokens of a greater lag carry no loss
-    mask_truncated: bool = False  # responses that were cut off carry none
+    mask_truncated: bool = False  # truncated responses carry no loss
     overlong_buffer: int = 0  # tokens
-    keep_zero_advantage: bool = False  # trajectories without advantage have a gradient, too
+    keep_zero_advantage: bool = False  # trajectories with zero advantage also have a gradient
     reference: Reference | None = None
     num_ranks: int = 1
 
 
 def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBatch:
-    """The batch that is made of what the actor chose: rewards, advantages, loss masks, ranks, packing, reference.
+    """Build the training batch from the chosen groups: rewards, advantages, loss masks, ranks, packing, reference.
 
-    Trajectories without a gradient are counted, not packed: those no token of which carries loss, and those with zero
-    advantage unless `preprocessing.keep_zero_advantage`.
+    Trajectories without a gradient are counted but not packed. A trajectory has no gradient if none of its tokens
+    carries loss, or if its advantage is zero and `preprocessing.keep_zero_advantage` is off.
 
     Raises: RecipeError if a rollout is longer than a microbatch.
     """
@@ -89,7 +89,7 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
             "reward/length_penalty": float(penalties.mean()),
             "masked_token_fraction": 1 - num_loss_tokens / max(num_response_tokens, 1),
             "without_gradient_fraction": 1 - sum(has_gradient) / len(rollouts),
-            "padding_fraction": _padding_fraction([each for rank in microbatches for each in rank]),
+            "padding_fraction": _padding_fraction([microbatch for local in microbatches for microbatch in local]),
             "dropped/tokens": float(sum(chosen.dropped_lengths)),
             **chosen.metrics,
         },
@@ -98,9 +98,11 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
 
 
 def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_loss: BoolArray) -> Trajectory:
-    """The flat token view of a rollout; the same advantage for every sampled token that carries loss.
+    """Flat token view of a rollout, with the same advantage for every sampled token that carries loss.
 
-    Shapes: carries_loss [number of sampled tokens]. The others are only what later ones follow.
+    All other tokens are only context for later tokens.
+
+    Shapes: carries_loss [number of sampled tokens] bool.
     """
     segments, versions = rollout.segments, rollout.generated.weight_versions
     tokens = GeneratedTokens.joined([segment.tokens for segment in segments])
@@ -114,7 +116,7 @@ def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_los
         weight_versions=tokens.weight_versions,
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         reward=reward,
-        first_version=int(versions[0]) if len(versions) else 0,  # of no token: nobody asks
+        first_version=int(versions[0]) if len(versions) else 0,  # without tokens the value is never used
     )
 
 
@@ -127,7 +129,7 @@ def _advantages(rewards: Float64Array, group_sizes: Sequence[int], preprocessing
 
 
 def _loss_mask(rollout: Rollout, index: int, preprocessing: Preprocessing) -> BoolArray:
-    """Which of its generated tokens carry loss in batch `index`."""
+    """Mask of the generated tokens that carry loss in batch `index`."""
     if preprocessing.mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
         return np.zeros(rollout.num_sampled, np.bool_)
     if preprocessing.mask_older_than is None:
@@ -146,14 +148,14 @@ def _pack(trajectories: Sequence[Trajectory], preprocessing: Preprocessing) -> l
 
 
 def _lag_histogram(trajectories: Sequence[Trajectory], index: int) -> dict[int, int]:
-    """Optimizer steps from the sampling of each token that carries loss to the training on it -> tokens."""
+    """Number of tokens that carry loss by lag (optimizer steps from sampling a token to training on it)."""
     versions = np.concatenate([trajectory.weight_versions[trajectory.loss_mask] for trajectory in trajectories])
     lags, counts = np.unique(index - versions, return_counts=True)
     return dict(zip(lags.tolist(), counts.tolist(), strict=True))
 
 
 def _lag_by_position(rollouts: Sequence[Rollout], index: int) -> Float32Array:
-    """Mean lag in each tenth of the responses, relative to their own lengths."""
+    """Mean lag in each tenth of a response (optimizer steps); NaN for a tenth without tokens."""
     lags = np.concatenate([index - rollout.generated.weight_versions for rollout in rollouts])
     positions = tenths(np.array([rollout.num_sampled for rollout in rollouts]))
     totals = np.bincount(positions, lags, minlength=NUM_POSITIONS)
@@ -164,7 +166,7 @@ def _lag_by_position(rollouts: Sequence[Rollout], index: int) -> Float32Array:
 
 
 def _padding_fraction(microbatches: Sequence[Microbatch]) -> float:
-    """Room that is left in microbatches, against the fullest one: what ranks that wait for each other would waste."""
+    """Unused share of the microbatches, relative to the fullest one: the waste if ranks wait for each other."""
     lengths = [len(microbatch.token_ids) for microbatch in microbatches]
     return 1 - sum(lengths) / (len(lengths) * max(lengths)) if lengths else 0.0
 
@@ -172,9 +174,9 @@ def _padding_fraction(microbatches: Sequence[Microbatch]) -> float:
 def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     lengths = [rollout.num_sampled for rollout in rollouts]
     clipped = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
-    # Versions never go down along a sequence.
+    # Versions never decrease along a sequence.
     num_versions = [1 + np.count_nonzero(np.diff(rollout.generated.weight_versions)) for rollout in rollouts]
-    # The environment's own names come first: one of them may be "mean".
+    # The environment's components come first: a component named "mean" must not replace the mean reward.
     metrics = _component_means(rollouts)
     metrics |= {
         "reward/mean": float(np.mean([rollout.reward for rollout in rollouts])),

@@ -1,14 +1,14 @@
-"""Preprocessing at its two places: as a step of the rollout loop, or as a loop in a process of its own.
+"""Preprocessing in one of two places: as a step of the rollout loop, or as a loop in its own process.
 
-The loop:
+The loop in its own process:
 
 consumes       record k of the stream of chosen groups
 waits for      the rollout process to append that record; room in the stream of batches
 unblocked by   the append, and the trainer taking batches; a stop request is seen within WAIT_SLICE_S
 makes wait     the trainer, when it has no batch
 
-Invariant: batch k is made of record k and of nothing else. So the length of the stream of batches says where to go on,
-and a batch that was being made when the process was killed is made again.
+Invariant: batch k depends on record k only. After a restart the loop therefore continues at the length of the stream of
+batches; if the process was killed while building a batch, the batch is built again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from midflight.types import ChosenBatch, TrainingBatch
 
 
 class Preprocessor:
-    """Makes batches, and says in each how long that took."""
+    """Builds batches and records the build time in the metrics of each."""
 
     def __init__(self, preprocessing: Preprocessing, tracer: Tracer) -> None:
         self._preprocessing = preprocessing
         self._tracer = tracer
 
     def batch_of(self, chosen: ChosenBatch) -> TrainingBatch:
-        """Raises: RecipeError as `build_batch` does."""
+        """Build one batch. Raises: RecipeError as `build_batch` does."""
         started_s = time.monotonic()
         with self._tracer.span("preprocess", batch=chosen.index):
             batch = build_batch(chosen, self._preprocessing)
@@ -40,7 +40,7 @@ class Preprocessor:
 
 
 class PreprocessAtOnce:
-    """Makes a batch of what it is handed, and appends that to the stream of batches, at the same offset."""
+    """Stream of chosen groups that turns each appended record into a batch and appends the batch at the same offset."""
 
     def __init__(self, batches: Stream[TrainingBatch], preprocessor: Preprocessor) -> None:
         self._batches = batches
@@ -51,7 +51,10 @@ class PreprocessAtOnce:
         return self._batches.capacity
 
     def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
-        """As `Stream.append`. Raises: RecipeError as `build_batch` does."""
+        """Append the batch of a record, with the return value of `Stream.append`.
+
+        Raises: RecipeError as `build_batch` does.
+        """
         return self._batches.append(self._preprocessor.batch_of(record), timeout_s)
 
     def close(self) -> None:
@@ -59,6 +62,8 @@ class PreprocessAtOnce:
 
 
 class PreprocessLoop:
+    """The preprocessing loop described above."""
+
     def __init__(
         self,
         groups: Stream[ChosenBatch],
@@ -72,7 +77,7 @@ class PreprocessLoop:
         self._tracer = tracer
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Until asked to stop. Raises: RecipeError as `build_batch` does."""
+        """Build batches until a stop request. Raises: RecipeError as `build_batch` does."""
         while not should_stop():
             index = self._batches.next_offset()
             with self._tracer.span("wait"):
@@ -81,11 +86,11 @@ class PreprocessLoop:
                 continue
             assert records[0].index == index, f"batch {records[0].index} is record {index} of the groups"
             if self._append(self._preprocessor.batch_of(records[0]), should_stop):
-                # Record `index` stays: it may be the last one, which a restarted actor goes on from.
+                # Record `index` stays: it may be the last record, and a restarted actor resumes from the last record.
                 self._groups.trim(index)
 
     def _append(self, batch: TrainingBatch, should_stop: Callable[[], bool]) -> bool:
-        """Whether there was room for it before a stop request."""
+        """Append a batch; return False if a stop request comes before there is room."""
         with self._tracer.span("append"):
             while self._batches.append(batch, WAIT_SLICE_S) is None:
                 if should_stop():

@@ -1,7 +1,7 @@
 """Greedy collation: sequences, longest first, each into the first microbatch with room. Source: Magistral, sec. 3.
 
-Within a microbatch the rollouts of a group share their prompt: it is computed once, and gradients flow into it from
-all of them, which is exactly what separate copies would add up to.
+Within a microbatch the rollouts of a group share one copy of their prompt. The prompt is computed once and receives
+gradients from all rollouts, which equals the sum of the gradients of separate copies.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def collate(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Which sequences go together: lists of indices into `lengths`, each at most `max_tokens` in sum.
+    """Group sequences into lists of indices into `lengths`; the lengths of a list add up to at most `max_tokens`.
 
-    Ties keep their order, so the packing is a function of the lengths alone.
+    Sequences of equal length keep their order, so the packing depends on the lengths alone.
     Raises: ValueError if one sequence alone is longer than max_tokens.
     """
     bins: list[list[int]] = []
@@ -29,7 +29,7 @@ def collate(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
         if length > max_tokens:
-            raise ValueError(f"a sequence of {length} tokens does not fit into a microbatch of {max_tokens}")
+            raise ValueError(f"a sequence of {length} tokens does not fit into a microbatch of {max_tokens} tokens")
         target = next((number for number, left in enumerate(room) if left >= length), None)
         if target is None:
             target = len(bins)
@@ -41,29 +41,30 @@ def collate(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def assign_to_ranks(num_trajectories: int, num_ranks: int, index: int) -> list[list[int]]:
-    """Which trajectories of batch `index` each data-parallel rank gets: equal shares of a permutation.
+    """Assign the trajectories of batch `index` to data-parallel ranks: equal parts of a random permutation.
 
-    The permutation is known before the first of them is generated, so that nothing about a response, its length least
-    of all, decides where it goes. Within a rank they keep their order.
+    The permutation is known before generation begins, so no property of a response, its length in particular, can
+    influence the assignment. Within a rank the trajectories keep their order.
 
-    Raises: ValueError if the shares cannot be equal.
+    Returns: the indices of the trajectories, by rank.
+    Raises: ValueError if the parts cannot be equal.
     Source: Magistral (2025), sec. 3.
     """
     if num_trajectories % num_ranks:
-        raise ValueError(f"{num_trajectories} rollouts cannot be shared equally by {num_ranks} ranks")
+        raise ValueError(f"{num_trajectories} rollouts cannot be divided equally among {num_ranks} ranks")
     permutation = np.random.default_rng(index).permutation(num_trajectories)
-    return [sorted(share.tolist()) for share in permutation.reshape(num_ranks, -1)]
+    return [sorted(members.tolist()) for members in permutation.reshape(num_ranks, -1)]
 
 
 def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[Microbatch]:
-    """Every trajectory in exactly one microbatch of at most `max_tokens` tokens, shared prompts stored once."""
+    """Put every trajectory into one microbatch of at most `max_tokens` tokens; shared prompts are stored once."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     return [_join([trajectories[index] for index in members]) for members in collate(lengths, max_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A trajectory in a microbatch: what it shares, and from which of its tokens on it has its own."""
+    """A trajectory in a microbatch, with the position of its shared prefix; the own tokens come after the prefix."""
 
     trajectory: Trajectory
     prefix_start: int
@@ -95,7 +96,10 @@ def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
 
 
 def _place(trajectories: Sequence[Trajectory]) -> list[_Placed]:
-    """Lay out in order; a prompt that stands there already is shared. It is all before the first sampled token."""
+    """Place trajectories in order; a prompt that is already in the microbatch is shared.
+
+    The prompt is the part before the first token that carries loss.
+    """
     placed: list[_Placed] = []
     prompt_starts: dict[bytes, int] = {}
     end = 0
@@ -103,10 +107,10 @@ def _place(trajectories: Sequence[Trajectory]) -> list[_Placed]:
         prompt = trajectory.token_ids[: int(trajectory.loss_mask.argmax())]
         key = prompt.tobytes()
         if key in prompt_starts:
-            each = _Placed(trajectory, prompt_starts[key], len(prompt))
+            current = _Placed(trajectory, prompt_starts[key], len(prompt))
         else:
             prompt_starts[key] = end
-            each = _Placed(trajectory, 0, 0)
-        placed.append(each)
-        end += len(each.own(trajectory.token_ids))
+            current = _Placed(trajectory, 0, 0)
+        placed.append(current)
+        end += len(current.own(trajectory.token_ids))
     return placed

@@ -13,7 +13,7 @@ from midflight.types import Float32Array, Microbatch
 
 
 class FrozenReference:
-    """Implements Reference."""
+    """Reference policy with fixed weights. Implements Reference."""
 
     def __init__(self, model_path: Path, temperature: float, device: torch.device | str = "cpu") -> None:
         """Raises: ModelError if the model cannot be loaded."""

@@ -1,1 +1,4 @@
-"""WHEN rollouts start, batches form and weights change. Pure objects, shared by the real system and the simulator."""
+"""Schedules decide WHEN rollouts start, batches form and weights change.
+
+They are pure objects, shared by the real system and the simulator.
+"""

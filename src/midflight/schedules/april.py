@@ -1,13 +1,15 @@
-"""APRIL: start more than a batch needs, train on what is complete first, go on later with what was cut off.
+"""APRIL: start more rollouts than a batch needs, train on the first complete batch, resume the other rollouts later.
 
-An iteration holds `over_sampling` times a batch of groups, those that were carried over first. When a batch of them is
-complete, everything in flight is aborted and keeps its tokens; the groups that finished earliest are trained on, and
-all others, finished or partial, are the first of the next iteration. New weights come between iterations only.
+An iteration holds `over_sampling` batches of groups; groups carried over from the last iteration come first. When a
+batch of groups is complete, all rollouts in flight are aborted and keep their tokens. The groups that finished earliest
+are trained on. All other groups, finished or partial, come first in the next iteration. Weights change between
+iterations only.
 
-Nothing is ever lost: surplus finished groups count as held, or the next iteration could wait for groups that it has;
-and partial rollouts go on oldest first, so that the longest ones end too. The lag is measured, not bounded: a group
-waits for its slowest member, however many iterations that takes. With `max_versions` an iteration does not end while
-a rollout in flight already has tokens of that many versions; it may finish instead of being carried over again.
+No rollout is ever lost. Surplus finished groups count as held; otherwise the next iteration could wait for groups that
+are already finished. Partial rollouts resume oldest first, so the longest rollouts end too. The lag is measured, not
+bounded: a group waits for its slowest member for any number of iterations. With `max_versions`, an iteration does not
+end while a rollout in flight has tokens of that many versions; the rollout can finish instead of being carried over
+again.
 
 Source: APRIL, Active Partial Rollouts in Reinforcement Learning (2025).
 """
@@ -27,17 +29,19 @@ _ROUNDING = 1e-9  # 1.1 * 10 is a little more than 11 in floating point
 
 @dataclass(frozen=True, slots=True)
 class AprilSchedule:
+    """Over-sampling with partial rollouts."""
+
     batch_size: int  # rollouts
     group_size: int  # rollouts
-    over_sampling: float  # how many times a batch is held; 1 waits for all of it
-    max_versions: int | None = None  # weight versions in one rollout
-    num_in_flight: int | None = None  # rollouts at a time; None: all that are held
-    refill: Literal["at_once", "over_sampled"] = "at_once"  # what takes the place of groups that are filtered
+    over_sampling: float  # rollouts held / batch_size; with 1 an iteration waits for all its rollouts
+    max_versions: int | None = None  # weight versions in one rollout; None: no limit
+    num_in_flight: int | None = None  # rollouts at a time; None: all held rollouts
+    refill: Literal["at_once", "over_sampled"] = "at_once"  # when filtered groups are replaced
     colocated: bool = True
 
     @property
     def num_held(self) -> int:
-        """Rollouts of an iteration, in whole groups."""
+        """Number of rollouts in an iteration, in whole groups."""
         num_groups = math.ceil(self.over_sampling * self.batch_size / self.group_size - _ROUNDING)
         return num_groups * self.group_size
 
@@ -49,7 +53,7 @@ class AprilSchedule:
         if self._is_over(fleet):
             return 0
         live = fleet.num_started - fleet.num_batches * self.batch_size
-        # Between iterations there is nothing in flight, but what was interrupted waits.
+        # Between iterations no rollout is in flight, but interrupted rollouts wait.
         is_in_iteration = fleet.num_in_flight or not fleet.num_waiting
         if self.refill == "over_sampled" and is_in_iteration:
             return self.num_held if live < self.batch_size else 0
@@ -62,15 +66,16 @@ class AprilSchedule:
         if fleet.num_in_flight or fleet.num_batches > fleet.version:
             return None
         choice = take_batch(ready, self.batch_size)
-        # Who is in it goes by finishing, the order does not: equal batches are equal step by step.
+        # Membership depends on the order of finishing; the order within the batch must not, so that equal batches give
+        # equal steps.
         return choice and replace(choice, train=tuple(sorted(choice.train)))
 
     def should_update_weights(self, fleet: FleetView) -> bool:
-        # An iteration that has handed its batch over starts nothing more, so there is nothing in flight by then.
+        # An iteration starts no rollouts after it has handed over its batch, so none is in flight when weights arrive.
         return fleet.newest_version > fleet.version
 
     def _is_over(self, fleet: FleetView) -> bool:
-        """Whether this iteration has its batch, or already handed it over."""
+        """Return True if this iteration has a complete batch or has handed its batch over."""
         if fleet.num_batches > fleet.version:
             return True
         complete = fleet.num_finished - fleet.num_batches * self.batch_size >= self.batch_size

@@ -1,4 +1,4 @@
-"""What several schedules share: making up a batch, and the two halves of a bound on the lag."""
+"""Functions shared by several schedules: forming a batch, and the two halves of the bound on the lag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 
 
 def take_batch(groups: Iterable[ReadyGroup], batch_size: int) -> BatchChoice | None:
-    """The first groups that make up `batch_size` rollouts exactly, or None while there are too few."""
+    """Choose the first groups that add up to exactly `batch_size` rollouts; None while there are too few."""
     chosen: list[GroupId] = []
     num_rollouts = 0
     for group in groups:
@@ -20,19 +20,20 @@ def take_batch(groups: Iterable[ReadyGroup], batch_size: int) -> BatchChoice | N
 
 
 def num_startable(fleet: FleetView, batch_size: int, max_lag: int) -> int:
-    """Rollouts that may be started now if no token's lag may be above `max_lag`, given batches in start order."""
+    """Number of rollouts that may start now so that no token's lag exceeds `max_lag`, with batches in start order."""
     return (fleet.version + max_lag + 1) * batch_size - fleet.num_started
 
 
 def take_in_start_order(fleet: FleetView, ready: Sequence[ReadyGroup], batch_size: int) -> BatchChoice | None:
-    """`take_batch` of the groups that nothing started earlier is still to come before, in the order they were started.
+    """Choose a batch in start order, from the groups older than every unfinished group; None while there are too few.
 
-    All groups have as many rollouts.
+    All groups have the same number of rollouts.
     """
     oldest_open = fleet.oldest_open_group
     if oldest_open is None:
         return take_batch(_by_start(ready), batch_size)
-    # All before it are trained, ready or gone. Often these are too few, and what is ready after it can be very many.
+    # All older groups are trained, ready or dropped. They are often too few, while very many younger groups are ready:
+    # this check avoids sorting.
     num_before = oldest_open * next((group.num_rollouts for group in ready), 0)
     if num_before < (fleet.num_batches + 1) * batch_size:
         return None

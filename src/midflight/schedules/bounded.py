@@ -1,11 +1,11 @@
 """Asynchronous RL with a bounded lag: generation runs ahead of training by at most `max_lag` optimizer steps.
 
-The bound is that of the pipeline with `max_lag` and is proven there: rollouts are admitted while fewer than
-(version + max_lag + 1) * batch_size are started, and batches are taken in start order.
+`schedules/pipeline.py` proves the bound: rollouts are admitted while fewer than (version + max_lag + 1) * batch_size
+are started, and batches are taken in start order.
 
-New weights are adopted in flight, or at the boundary between two batches: a batch is then generated as a whole, with
-one version. At the boundary with `max_lag` = 1 this is one-step-off-policy RL: batch k + 1 is generated while batch k
-is trained on.
+New weights are adopted in flight, or at the boundary between two batches. At the boundary, a whole batch is generated
+by one version; with `max_lag` = 1 this is one-step-off-policy RL: batch k + 1 is generated while the trainer works on
+batch k.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from midflight.types import BatchChoice, FleetView, ReadyGroup
 
 @dataclass(frozen=True, slots=True)
 class BoundedSchedule:
+    """Generation at most `max_lag` optimizer steps ahead of training."""
+
     batch_size: int  # rollouts
     max_lag: int  # optimizer steps
     updates: Literal["in_flight", "boundary"] = "in_flight"
-    num_in_flight: int | None = None  # rollouts at a time; None: all that the bound allows
+    num_in_flight: int | None = None  # rollouts at a time; None: as many as the bound allows
     colocated: bool = False
 
     @property

@@ -1,7 +1,7 @@
-"""Conventional RL: generate for G optimizer steps, then train G times, in turns.
+"""Conventional RL: alternate between generating G batches and training G optimizer steps.
 
-Lag bound G - 1: all rollouts of an RL step are sampled by the version v it starts with, and its batches are trained
-by versions v .. v + G - 1.
+Lag bound G - 1: all rollouts of an RL step are sampled by its first version v, and versions v .. v + G - 1 train on its
+batches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from midflight.types import BatchChoice, FleetView, ReadyGroup
 
 @dataclass(frozen=True, slots=True)
 class ConventionalSchedule:
+    """Alternating generation and training, with G optimizer steps per RL step."""
+
     batch_size: int  # rollouts
     steps_per_rl_step: int = 1  # G, optimizer steps
-    num_in_flight: int | None = None  # rollouts at a time; None: all of the RL step
+    num_in_flight: int | None = None  # rollouts at a time; None: all rollouts of the RL step
     seed: int = 0  # of the shuffle
     colocated: bool = True
 
@@ -43,17 +45,17 @@ class ConventionalSchedule:
         return fleet.newest_version >= self._end_of_rl_step(fleet)
 
     def _end_of_rl_step(self, fleet: FleetView) -> int:
-        """The version that ends the RL step the engine's weights began."""
+        """Version after the last optimizer step of the RL step that the engine's weights began."""
         return (fleet.version // self.steps_per_rl_step + 1) * self.steps_per_rl_step
 
     def _shuffled(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> Iterator[ReadyGroup]:
-        """Start order for G = 1; else a shuffle, so that the last batch is not the one with the longest answers."""
+        """Groups in start order for G = 1; else shuffled, so that the last batch does not get the longest responses."""
         groups = sorted(ready, key=lambda group: group.group_id)
         if self.steps_per_rl_step == 1:
             yield from groups
             return
         rng = random.Random(f"{self.seed}/{fleet.num_batches}")
-        for place in range(len(groups)):  # no further than is asked for: an RL step may have very many groups
+        for place in range(len(groups)):  # only as far as the caller reads: an RL step may have very many groups
             other = rng.randrange(place, len(groups))
             groups[place], groups[other] = groups[other], groups[place]
             yield groups[place]

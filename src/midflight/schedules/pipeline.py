@@ -1,19 +1,21 @@
 """PipelineRL: generation and training never wait for each other's phases.
 
-`num_in_flight` sequences are kept going always, on each engine; each optimizer step's weights are adopted between two
-tokens. A batch is whatever finished first, so a token's lag is about the number of optimizer steps its sequence lives
-through.
+Each engine always keeps `num_in_flight` sequences in flight. It adopts the weights of each optimizer step between two
+tokens. A batch takes the groups that finished first. The lag of a token is therefore about the number of optimizer
+steps during the lifetime of its sequence.
 
-Finished rollouts wait in a queue of `queue_capacity`, without the batch in training. When it is full, either finished
-slots are not refilled ("block"), or the groups that finished first are dropped ("drop_oldest": PipelineRL's ring
-buffer). To drop, the queue must be the actor's own: a batch is then handed over only when the trainer has none.
+Finished rollouts wait in a queue of `queue_capacity`, which does not count the batch in training. If the queue is full,
+either finished slots are not refilled ("block"), or the groups that finished first are dropped ("drop_oldest":
+PipelineRL's ring buffer). To drop groups, the actor must own the queue: it then hands over a batch only when the
+trainer has none.
 
-With `max_lag` set, a hard bound holds. Proof: batch k is trained by weights of version k, and batches are taken in
-start order. A rollout is admitted while fewer than (version + max_lag + 1) * batch_size are started, where `version`
-is what the engine samples with; so it lands in a batch of index at most version + max_lag, and since versions never
-decrease along a sequence, each of its tokens has a lag of at most max_lag. Both halves are needed: a cap on
-admissions alone lets a late-finishing rollout slip to a later batch. Groups that fail or are dropped only move later
-ones forward.
+With `max_lag` set, a hard bound holds. Proof:
+1. Weights of version k train on batch k, and batches are taken in start order.
+2. A rollout is admitted while fewer than (version + max_lag + 1) * batch_size are started, where `version` is the
+   version that the engine samples with. Its batch therefore has an index of at most version + max_lag.
+3. Versions never decrease along a sequence, so each of its tokens has a lag of at most max_lag.
+Both halves are needed: a cap on admissions alone lets a late-finishing rollout slip to a later batch. Groups that fail
+or are dropped only move later groups forward.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from midflight.types import BatchChoice, FleetView, GroupId, ReadyGroup
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
+    """In-flight weight updates, with an optional bound on the lag."""
+
     batch_size: int  # rollouts
     num_in_flight: int  # rollouts per engine
-    queue_capacity: int  # finished rollouts that wait to be trained on; at least batch_size
-    max_lag: int | None = None  # optimizer steps
+    queue_capacity: int  # finished rollouts that wait for training; at least batch_size
+    max_lag: int | None = None  # optimizer steps; None: no bound
     when_full: Literal["block", "drop_oldest"] = "block"
     colocated: bool = False
 
@@ -41,7 +45,7 @@ class PipelineSchedule:
 
     def num_to_admit(self, fleet: FleetView) -> int:
         free = self.num_in_flight * fleet.num_engines - fleet.num_in_flight
-        # Those that wait for grades are never dropped: a verifier slower than generation has to slow it down.
+        # Rollouts that wait for grades are never dropped: a verifier slower than generation must slow generation down.
         waiting = fleet.num_ungraded + (self._num_waiting(fleet) if self.when_full == "block" else 0)
         free -= max(0, waiting - self.queue_capacity)
         if self.max_lag is not None:

@@ -1,1 +1,1 @@
-"""Stage 3: batches become gradients, optimizer steps, new weights and checkpoints."""
+"""Stage 3: turn batches into gradients, optimizer steps, new weights and checkpoints."""

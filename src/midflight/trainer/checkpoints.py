@@ -1,7 +1,8 @@
-"""Checkpoints: `checkpoints/step_N`, complete or not there at all.
+"""Checkpoints in `checkpoints/step_N`, complete or absent.
 
-A checkpoint is written beside its place, synced and renamed, so a crash or a full disk leaves the older ones alone. It
-holds a hash of each of its files: what a disk or a copy damaged later is noticed, and the one before it is used.
+A checkpoint is written under a temporary name, synced and renamed, so a crash or a full disk leaves older checkpoints
+intact. It contains a hash of each of its files. If a disk or a copy damages a checkpoint later, the damage is detected
+and the previous checkpoint is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from midflight.errors import CheckpointError
 from midflight.trainer.state import TrainerState
 
 _STATE_FILE = "trainer_state.json"
-_HASHES_FILE = "hashes.json"  # path in the checkpoint -> SHA-256
+_HASHES_FILE = "hashes.json"  # maps each path in the checkpoint to its SHA-256
 _UNFINISHED = ".unfinished-"
 _DAMAGED = "damaged_"
 
@@ -37,13 +38,13 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
         (unfinished / _HASHES_FILE).write_text(json.dumps(_hashes(unfinished), indent=2))
         _sync(unfinished)
         unfinished.rename(target)
-    # safetensors and torch.save report a full disk with exceptions of their own.
+    # safetensors and torch.save raise their own exceptions for a full disk.
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         kept = newest_checkpoint(directory)
         raise CheckpointError(
             f"checkpoint {target.name} could not be written ({_first_line(error)});"
-            f" {f'{kept.name} is kept' if kept else 'there is no older one'}"
+            f" {f'{kept.name} is kept' if kept else 'there is no older checkpoint'}"
         ) from error
     for old in checkpoints_in(directory)[:-keep]:
         shutil.rmtree(old)
@@ -51,7 +52,7 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
 
 
 def checkpoint_of(directory: Path, version: int) -> Path:
-    """Where it is, if there is one."""
+    """Path of the checkpoint of a version, which may not exist."""
     return directory / f"step_{version}"
 
 
@@ -66,10 +67,10 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def newest_whole_checkpoint(directory: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files are what was written; None if there is no checkpoint at all.
+    """Return the newest undamaged checkpoint; None if there is no checkpoint.
 
-    Damaged ones that are newer are renamed, so that nobody takes them for checkpoints again, and reported.
-    Raises: CheckpointError if all there are are damaged.
+    Newer, damaged checkpoints are reported, and renamed so that they no longer count as checkpoints.
+    Raises: CheckpointError if all checkpoints are damaged.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(checkpoints_in(directory)):
@@ -81,22 +82,22 @@ def newest_whole_checkpoint(directory: Path, report: Callable[[str], None]) -> P
         if not damaged:
             return None
         newest, damage = next(iter(damaged.items()))
-        raise CheckpointError(f"no checkpoint in {directory} is whole; in {newest.name}, the newest, {damage}")
+        raise CheckpointError(f"all checkpoints in {directory} are damaged; in {newest.name}, the newest, {damage}")
     for path, damage in damaged.items():
         aside = path.with_name(_DAMAGED + path.name)
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-        report(f"{path.name} is damaged and not used, as {damage}; training goes on from {checkpoint.name}")
+        report(f"{path.name} is damaged and not used, as {damage}; training resumes from {checkpoint.name}")
     return checkpoint
 
 
 def oldest_checkpoint_version(directory: Path) -> int:
-    """Raises: IndexError if there is no checkpoint."""
+    """Version of the oldest checkpoint. Raises: IndexError if there is no checkpoint."""
     return _version(checkpoints_in(directory)[0])
 
 
 def load_state(checkpoint: Path) -> TrainerState:
-    """Raises: CheckpointError if the file is missing or damaged."""
+    """Read the trainer's state. Raises: CheckpointError if the file is missing or damaged."""
     try:
         return TrainerState.from_json((checkpoint / _STATE_FILE).read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -108,15 +109,15 @@ def _version(checkpoint: Path) -> int:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with it; None if nothing is."""
+    """Describe the damage of a checkpoint; None if it is intact."""
     try:
         expected = json.loads((checkpoint / _HASHES_FILE).read_text())
-        found = _hashes(checkpoint)
+        actual = _hashes(checkpoint)
     except (OSError, ValueError) as error:
         return _first_line(error)
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            return f"{name} is not what was written" if name in found else f"{name} is missing"
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            return f"{name} is not what was written" if name in actual else f"{name} is missing"
     return None
 
 

@@ -1,6 +1,7 @@
-"""The trainer contract on several ranks by DeepSpeed: ZeRO-2 shards gradients, masters and moments, ZeRO-3 weights too.
+"""Trainer backend on several ranks with DeepSpeed: ZeRO-2 shards gradients, masters and moments; ZeRO-3 also weights.
 
-A checkpoint is the one a single process writes, not DeepSpeed's: a run goes on with another backend or number of ranks.
+Checkpoints have the format of a single process, not DeepSpeed's, so a run can resume with another backend or number of
+ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
 class DeepSpeedTrainer(SingleProcessTrainer):
-    """Implements TrainerBackend; all ranks call the same methods in the same order.
+    """Trainer backend with DeepSpeed; all ranks call the same methods in the same order. Implements TrainerBackend.
 
-    Each rank has a whole proximal policy with ZeRO-2; there can be none with ZeRO-3.
+    With ZeRO-2 each rank has a full proximal policy. With ZeRO-3 a proximal policy is not supported.
     """
 
     def __init__(
@@ -50,44 +51,47 @@ class DeepSpeedTrainer(SingleProcessTrainer):
         policy: PolicySettings = PLAIN_POLICY,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Raises: MissingExtraError without the package deepspeed."""
+        """Check that DeepSpeed is installed. Raises: MissingExtraError without the package deepspeed."""
         super().__init__(model_path, optimizer, sender, policy, device)
         self._num_ranks, self._zero_stage = num_ranks, zero_stage
         self._deepspeed = _import_deepspeed(self._device.type)
         self._has_gradients = False
 
     def init(self, rank: int) -> None:
-        """Load the model and announce the weights it will publish."""
+        """Load the model and announce the specs of its published weights."""
         super().init(rank)
         self._published = dict(self.model.named_parameters())
-        # With ZeRO-3 a rank's parameters are empty between their uses.
-        self._shapes: dict[Tensor, tuple[int, ...]] = {each: tuple(each.shape) for each in self._trained.values()}
-        unrounded = [each.detach().clone() for each in self._trained.values()] if self._is_rounded else []
-        os.environ["LOCAL_RANK"] = str(rank)  # the rest DeepSpeed asks torch.distributed for
+        # With ZeRO-3 a rank's parameters are empty between uses.
+        self._shapes: dict[Tensor, tuple[int, ...]] = {
+            parameter: tuple(parameter.shape) for parameter in self._trained.values()
+        }
+        trained = self._trained.values()
+        unrounded = [parameter.detach().clone() for parameter in trained] if self._is_rounded else []
+        os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks torch.distributed for everything else
         self._engine, *_ = self._deepspeed.initialize(
             model=self._policy, optimizer=self._optimizer, config=self._deepspeed_config()
         )
         if self._zero_stage == 3:
             self._register_head()
         self._make_moments()
-        for parameter, whole in zip(self._trained.values(), unrounded, strict=False):
-            self._set(parameter, whole)
+        for parameter, full in zip(trained, unrounded, strict=False):
+            self._set(parameter, full)
 
     def _build_policy(self) -> PackedPolicy:
         return build_policy(self._model_path, self._policy_settings).to(self._device)
 
     def _computed_policy(self) -> ComputedPolicy:
-        return ComputedPolicy(self._policy, torch.float32)  # DeepSpeed has the masters
+        return ComputedPolicy(self._policy, torch.float32)  # DeepSpeed holds the masters
 
     @property
     def _is_rounded(self) -> bool:
-        """Whether masters are more precise than what is computed with."""
+        """True if masters are more precise than the parameters in the forward pass."""
         return self._policy_settings.dtype != torch.float32
 
     def _deepspeed_config(self) -> dict[str, Any]:
         return {
             "train_micro_batch_size_per_gpu": 1,
-            # step() ends an accumulation, of however many passes there were.
+            # step() ends an accumulation of any number of passes.
             "managed_gradient_accumulation": False,
             "gradient_clipping": self._optimizer_settings.max_grad_norm,
             "bf16": {"enabled": self._is_rounded},
@@ -95,19 +99,19 @@ class DeepSpeedTrainer(SingleProcessTrainer):
             "communication_data_type": "fp32",
             "zero_optimization": {
                 "stage": self._zero_stage,
-                "stage3_param_persistence_threshold": 0,  # small ones are shared as well
-                # It rounds before it adds a bias, which engines do not.
+                "stage3_param_persistence_threshold": 0,  # shard small parameters, too
+                # DeepSpeed's linear layer rounds before it adds the bias; engines do not.
                 "memory_efficient_linear": False,
             },
         }
 
     def _register_head(self) -> None:
-        """The policy multiplies by the output head's weights itself, without the head's forward pass."""
+        """Declare the output head's weights, which the policy uses without the head's forward pass."""
         for parameter in self.model.get_output_embeddings().parameters():
             self._deepspeed.zero.register_external_parameter(self._policy, parameter)
 
     def _make_moments(self) -> None:
-        """AdamW makes its moments in its first step: this one changes nothing and does not count."""
+        """Run one step with zero gradient, uncounted, because AdamW creates its moments in its first step."""
         outputs = self.forward(_two_tokens())
         total = outputs.logprobs.sum() if outputs.values is None else outputs.logprobs.sum() + outputs.values.sum()
         self.backward(0.0 * total)
@@ -119,16 +123,16 @@ class DeepSpeedTrainer(SingleProcessTrainer):
         return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
     def remember_proximal(self) -> None:
-        assert self._zero_stage == 2, "no rank has the whole policy"
+        assert self._zero_stage == 2, "with ZeRO-3 no rank has the full policy"
         super().remember_proximal()
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks, and losses have the whole batch's denominator.
+        # DeepSpeed averages over ranks, but losses already have the denominator of the whole batch.
         self._engine.backward(loss * self._num_ranks, scale_wrt_gas=False)
         self._has_gradients = True
 
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
-        """Clip, step, and forget the gradients. A gradient that is not finite changes nothing."""
+        """Clip, step and clear the gradients. A gradient that is not finite changes nothing."""
         if not self._has_gradients:
             return OptimizerStep(grad_norm=0.0, skipped=False)
         self._has_gradients = False
@@ -139,7 +143,7 @@ class DeepSpeedTrainer(SingleProcessTrainer):
 
     def _published_weights(self) -> Iterator[Named]:
         def num_bytes(parameter: Tensor) -> int:
-            """Of the whole of it; a rank may have no part."""
+            """Size of the full parameter (bytes); a rank may hold no part."""
             return math.prod(self._shapes[parameter]) * parameter.itemsize
 
         for bucket in in_buckets(self._published.items(), DEFAULT_BUCKET_BYTES, num_bytes):
@@ -148,7 +152,7 @@ class DeepSpeedTrainer(SingleProcessTrainer):
                     yield name, parameter.detach().to(self._policy_settings.dtype)
 
     def save(self, directory: Path) -> None:
-        """The files that a single process writes, from the masters."""
+        """Write the files of a single process, from the masters."""
         buffers = saved_buffers_of(self.model)
         specs = [*self._specs(self._published), *specs_of(buffers)]
         masters = itertools.chain(self._masters(self._published), buffers.items())
@@ -157,8 +161,8 @@ class DeepSpeedTrainer(SingleProcessTrainer):
             save_description(self.model, self._tokenizer, directory)
         save_on_first_rank(self._rank, directory, OPTIMIZER, *self._states())
         if self._policy.value_head is not None:
-            of_head = dict(self._policy.value_head.named_parameters())
-            save_on_first_rank(self._rank, directory, VALUE_HEAD, self._specs(of_head), self._masters(of_head))
+            head = dict(self._policy.value_head.named_parameters())
+            save_on_first_rank(self._rank, directory, VALUE_HEAD, self._specs(head), self._masters(head))
         if self._proximal is not None:
             self._save(directory, PROXIMAL, self._proximal)
 
@@ -167,7 +171,7 @@ class DeepSpeedTrainer(SingleProcessTrainer):
             yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
     def _states(self) -> tuple[list[TensorSpec], Iterator[Named]]:
-        """What AdamW keeps of every parameter; DeepSpeed's has one count of steps for all of them."""
+        """States of AdamW by parameter; DeepSpeed has one step count for all parameters."""
         (num_steps, *_) = (state[_STEP].cpu() for state in self._optimizer.state.values())
         specs = []
         for name, parameter in self._trained.items():
@@ -178,13 +182,13 @@ class DeepSpeedTrainer(SingleProcessTrainer):
             for name, parameter in self._trained.items():
                 yield f"{_STEP}.{name}", num_steps
                 for moment in _MOMENTS:
-                    whole = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
-                    yield f"{moment}.{name}", whole
+                    full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
+                    yield f"{moment}.{name}", full
 
         return specs, states()
 
     def load(self, directory: Path) -> None:
-        """What any backend saved, on any number of ranks."""
+        """Load a checkpoint of any backend and any number of ranks."""
         with SavedTensors(directory, MODEL) as saved:
             for name, buffer in saved_buffers_of(self.model).items():
                 saved.fill(buffer, name)
@@ -197,32 +201,32 @@ class DeepSpeedTrainer(SingleProcessTrainer):
             self._set_num_steps(max(steps, default=0.0))
             for name, parameter in self._trained.items():
                 for moment in _MOMENTS:
-                    whole = torch.zeros(self._shapes[parameter], device=self._device)
+                    full = torch.zeros(self._shapes[parameter], device=self._device)
                     if (key := f"{moment}.{name}") in saved.names:
-                        saved.fill(whole, key)
-                    self._set(parameter, whole, moment)
+                        saved.fill(full, key)
+                    self._set(parameter, full, moment)
         self._load_proximal(directory)
 
     def _load_masters(self, saved: SavedTensors, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in parameters.items():
-            whole = torch.empty(self._shapes[parameter], device=self._device)
-            saved.fill(whole, name)
-            self._set(parameter, whole)
+            full = torch.empty(self._shapes[parameter], device=self._device)
+            saved.fill(full, name)
+            self._set(parameter, full)
             with torch.no_grad(), self._deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
-                parameter.copy_(whole)
+                parameter.copy_(full)
 
-    def _set(self, parameter: nn.Parameter, whole: Tensor, *moment: str) -> None:
-        """The master, or one of its moments; of what computes with it, nothing changes."""
+    def _set(self, parameter: nn.Parameter, full: Tensor, *moment: str) -> None:
+        """Set the master or one of its moments; the parameter in the forward pass does not change."""
         access = self._deepspeed.utils
         if self._zero_stage == 3:
-            # The accessors of whole tensors take only those that can be shared equally.
-            size = -(-whole.numel() // self._num_ranks)
-            padded = F.pad(whole.flatten(), (0, size * self._num_ranks - whole.numel()))
-            whole = padded[self._rank * size : (self._rank + 1) * size]
+            # The accessors of full tensors support only tensors that divide equally among ranks.
+            size = -(-full.numel() // self._num_ranks)
+            padded = F.pad(full.flatten(), (0, size * self._num_ranks - full.numel()))
+            full = padded[self._rank * size : (self._rank + 1) * size]
             set_moment, set_master = access.safe_set_local_optimizer_state, access.safe_set_local_fp32_param
         else:
             set_moment, set_master = access.safe_set_full_optimizer_state, access.safe_set_full_fp32_param
-        (set_moment if moment else set_master)(parameter, whole, *moment)
+        (set_moment if moment else set_master)(parameter, full, *moment)
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self._optimizer.param_groups:
@@ -233,20 +237,21 @@ class DeepSpeedTrainer(SingleProcessTrainer):
             state[_STEP].fill_(num_steps)
 
     def _specs(self, parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
-        """The masters' specs."""
-        return [TensorSpec(name, self._shapes[each], "float32") for name, each in parameters.items()]
+        """Specs of the masters."""
+        return [TensorSpec(name, self._shapes[parameter], "float32") for name, parameter in parameters.items()]
 
 
 def _two_tokens() -> Microbatch:
+    """Smallest microbatch: one sequence of two tokens."""
     zero, zeros = np.zeros(1, np.int32), np.zeros(2, np.int32)
-    nothing = np.zeros(2, np.float32)
+    floats = np.zeros(2, np.float32)
     return Microbatch(
         token_ids=zeros,
         position_ids=np.arange(2, dtype=np.int32),
         loss_mask=np.array([False, True]),
-        behavior_logprobs=nothing,
+        behavior_logprobs=floats,
         weight_versions=zeros,
-        advantages=nothing,
+        advantages=floats,
         ref_logprobs=None,
         sequence_lengths=np.array([2], np.int32),
         prefix_starts=zero,
@@ -257,18 +262,18 @@ def _two_tokens() -> Microbatch:
 
 
 def is_installed() -> bool:
-    """Whether the package deepspeed is there; importing it takes seconds."""
+    """Return True if the package deepspeed is installed, without importing it, which takes seconds."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def _import_deepspeed(device_type: str) -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", device_type)  # it would take a GPU wherever there is one
+    os.environ.setdefault("DS_ACCELERATOR", device_type)  # by default DeepSpeed uses a GPU if there is one
     try:
         import deepspeed
         import deepspeed.utils
     except ImportError as error:
         raise MissingExtraError("deepspeed", "deepspeed") from error
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # one per collective
-    # On CPUs it would compile, with a compiler that may not be there, what only inference uses.
+    # On CPUs DeepSpeed would compile an operator for inference only, with a compiler that may be missing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

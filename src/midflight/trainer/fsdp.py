@@ -1,8 +1,8 @@
-"""The trainer contract on several ranks: parameters, gradients and optimizer states sharded by FSDP2.
+"""Trainer backend on several ranks: FSDP2 shards parameters, gradients and optimizer states.
 
-A rank holds its rows of everything, and one decoder layer at a time whole, besides the embeddings, the head and the
-final norm during a whole forward and backward pass. What is whole is of the dtype that is computed in; rows of what is
-trained are float32. Every forward and backward pass is a collective.
+A rank holds its rows of all parameters, and the full parameters of one decoder layer at a time. The full embeddings,
+head and final norm stay in memory during the forward and backward pass. Full parameters have the dtype of the forward
+pass; rows of trained parameters are float32. Every forward and backward pass is a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from midflight.types import Microbatch
 
 
 class ShardedTrainer(SingleProcessTrainer):
-    """Implements TrainerBackend; all ranks of `mesh` call the same methods in the same order."""
+    """Trainer backend with FSDP2; all ranks of `mesh` call the same methods in the same order.
+
+    Implements TrainerBackend.
+    """
 
     def __init__(
         self,
@@ -46,26 +49,26 @@ class ShardedTrainer(SingleProcessTrainer):
         self._mesh = mesh
 
     def _build_policy(self) -> PackedPolicy:
-        """Each rank reads only its rows, unless the model's files name its parameters differently than it does."""
+        """Build the policy; each rank reads only its rows, unless the files name parameters differently."""
         policy = build_policy(self._model_path, self._policy_settings, empty_model)
         try:
             with SavedTensors(self._model_path, MODEL) as saved:
                 if saved.names >= _read_from_files(policy).keys():
                     return self._filled(self._sharded(policy), saved)
         except CheckpointError:
-            pass  # files that only an ordinary load understands, or can say what is wrong with
+            pass  # the ordinary load below reads other formats, or reports the error
         return self._sharded(build_policy(self._model_path, self._policy_settings, load_model))
 
     def _sharded(self, policy: PackedPolicy) -> PackedPolicy:
         dtype = self._policy_settings.dtype
-        # What a module is given stays as it is: rotary embeddings and hidden states are as they are in one process.
+        # Inputs of modules are not cast, so rotary embeddings and hidden states equal those in one process.
         computed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if policy.value_head is not None:
-            fully_shard(policy.value_head, mesh=self._mesh)  # float32 always
+            fully_shard(policy.value_head, mesh=self._mesh)  # always float32
         for module in [*decoder_layers(policy.model), policy]:
             fully_shard(module, mesh=self._mesh, mp_policy=computed)
         for sharded in _sharded_modules(policy):
-            # Losses have the whole batch's denominator, so gradients add up; and gloo knows no reduction with a factor.
+            # Losses have the denominator of the whole batch, so gradients add up; gloo has no reduction with a factor.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         return policy
@@ -74,13 +77,13 @@ class ShardedTrainer(SingleProcessTrainer):
         def with_memory(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)
 
-        policy._apply(with_memory)  # type: ignore[no-untyped-call]  # to_empty would empty the buffers, too
+        policy._apply(with_memory)  # type: ignore[no-untyped-call]  # to_empty would also empty the buffers
         for name, tensor in _read_from_files(policy).items():
             saved.fill(tensor, name)
         return policy
 
     def _computed_policy(self) -> ComputedPolicy:
-        return ComputedPolicy(self._policy, torch.float32)  # FSDP makes the copies itself, a layer at a time
+        return ComputedPolicy(self._policy, torch.float32)  # FSDP makes the copies, one layer at a time
 
     @torch.no_grad()
     def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
@@ -89,8 +92,8 @@ class ShardedTrainer(SingleProcessTrainer):
 
     @contextlib.contextmanager
     def _proximal_in_place(self) -> Iterator[None]:
-        """The proximal policy's rows stand where FSDP takes parameters from, and the policy's own where those were."""
-        assert self._proximal is not None, "nothing was remembered"
+        """Exchange the rows of the policy and the proximal policy for the duration of the context."""
+        assert self._proximal is not None, "remember_proximal was not called"
         self._exchange(self._proximal)
         try:
             yield
@@ -98,18 +101,18 @@ class ShardedTrainer(SingleProcessTrainer):
             self._exchange(self._proximal)
 
     def _exchange(self, others: dict[str, Tensor]) -> None:
-        # What is whole now would be used again as it is.
+        # Free the full parameters: FSDP would otherwise reuse them.
         for module in _sharded_modules(self._policy):
             module.reshard()
         for name, parameter in self._trained.items():
             own, other = local(parameter), local(others[name])
-            kept = own.clone()
+            previous = own.clone()
             own.copy_(other)
-            other.copy_(kept)
+            other.copy_(previous)
 
 
 def _read_from_files(policy: PackedPolicy) -> dict[str, Tensor]:
-    """What a model's own files hold of it, by the names there."""
+    """Tensors of a policy that its model's files hold, by their names in the files."""
     tensors = saved_tensors_of(policy.model)
     return {known: tensor for name, tensor in tensors.items() if (known := base_name(name)) is not None}
 

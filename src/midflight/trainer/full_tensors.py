@@ -1,8 +1,8 @@
-"""Whole tensors from their shards, a bucket of them at a time.
+"""Full tensors from their shards, one bucket at a time.
 
-FSDP2 cuts every parameter along its first dimension as `torch.chunk` does: all ranks but the last have as many rows,
-and there may be none left for some. Ranks send what they have padded to that many rows, all parameters of a bucket in
-one piece of bytes.
+FSDP2 splits every parameter along its first dimension like `torch.chunk`: all ranks have the same number of rows,
+except the last ranks, which may have fewer rows or none. Each rank pads its rows to that number and sends all
+parameters of a bucket in one message of bytes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-_ALIGNMENT_BYTES = 8  # of the largest dtype
+_ALIGNMENT_BYTES = 8  # size of the largest dtype
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return True for a DTensor. Processes that shard nothing never import that class, which takes long."""
+    """Return True for a DTensor, without the slow import of that class in processes that shard nothing."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of it; itself, if it is not sharded."""
+    """This rank's rows of a tensor; the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> slice | None:
-    """Which rows those are, none if start and stop are equal; None: it is not sharded."""
+    """Range of this rank's rows, possibly empty; None if the tensor is not sharded."""
     if not is_sharded(tensor):
         return None
     mesh, num_rows = tensor.device_mesh, len(tensor)
@@ -46,9 +46,9 @@ def local_rows(tensor: Tensor) -> slice | None:
 
 
 def full_tensors(tensors: Iterable[Named], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Named]:
-    """On rank 0 all tensors whole, in their order; on the others, which have to go through it too, unsharded ones only.
+    """Yield all full tensors in order on rank 0, and only unsharded tensors on other ranks; a collective.
 
-    In memory at a time: one bucket, or one larger tensor.
+    All ranks must iterate to the end. At most one bucket, or one larger tensor, is in memory at a time.
     """
     detached = ((name, tensor.detach()) for name, tensor in tensors)
     for bucket in in_buckets(detached, bucket_bytes):
@@ -66,7 +66,10 @@ def _bytes_of(tensor: Tensor) -> int:
 def in_buckets(
     tensors: Iterable[Named], bucket_bytes: int, num_bytes: Callable[[Tensor], int] = _bytes_of
 ) -> Iterator[list[Named]]:
-    """In order: all sharded or none, and no more bytes than fit unless it is a single tensor."""
+    """Split tensors in order into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
+
+    The tensors of a bucket are all sharded or all unsharded.
+    """
     bucket: list[Named] = []
     used = 0
     for name, tensor in tensors:
@@ -81,7 +84,10 @@ def in_buckets(
 
 
 def _gather(bucket: Sequence[Named]) -> Iterator[Named]:
-    """Suffixes: R ranks, N bytes of one rank's padded rows of all tensors, M of one."""
+    """Gather a bucket of sharded tensors on rank 0.
+
+    Suffixes: R ranks, N bytes of one rank's padded rows of all tensors, M bytes of one tensor.
+    """
     num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
     sizes = [_padded_bytes(tensor, num_ranks) for _, tensor in bucket]
     aligned = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
@@ -98,6 +104,6 @@ def _gather(bucket: Sequence[Named]) -> Iterator[Named]:
 
 
 def _padded_bytes(tensor: Tensor, num_ranks: int) -> int:
-    """Of one rank's rows."""
+    """Size of one rank's rows of a tensor, with padding (bytes)."""
     row_bytes = tensor.numel() // max(len(tensor), 1) * tensor.itemsize
     return _rows_per_rank(len(tensor), num_ranks) * row_bytes

@@ -1,4 +1,4 @@
-"""What a loss is given, and what metrics are told apart by, put together from the batch and the forward passes."""
+"""Inputs of the loss and origins of tokens, built from the batch and the forward passes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def loss_inputs(
     counts: BatchCounts,
     objective: Objective,
 ) -> LossInputs:
-    """`proximal` None: the proximal policy is the one in training, just renewed.
+    """Build the inputs of the loss for one microbatch.
 
-    With a value function advantages and returns come from the proximal policy's values, as it is what they were
-    expected of.
+    `proximal`: outputs of the proximal policy; None if it was just renewed and equals the policy in training.
+
+    With a value function, advantages and returns are computed from the proximal policy's values.
     """
     device, num_sequences = outputs.logprobs.device, len(microbatch.sequence_lengths)
     sequence_index = torch.from_numpy(microbatch.sequence_index()).long().to(device)
@@ -59,10 +60,10 @@ def loss_inputs(
 
 
 def token_origins(microbatch: Microbatch, version: int) -> TokenOrigins:
-    """Of the tokens that carry loss when weights of `version` train on them.
+    """Origins of the tokens that carry loss, for training by weights of `version`.
 
-    Versions never go down along a sequence: if its first generated token is of this one, they all are. With keys and
-    values that outlive updates, any other sequence has tokens that attended to what older weights computed.
+    Versions never decrease along a sequence, so if the first generated token has this version, all tokens have it. In
+    any other sequence, tokens may have attended to keys and values of older weights: the cache survives updates.
     """
     sequence_index_M = microbatch.sequence_index()
     num_tokens_S = np.bincount(sequence_index_M, minlength=len(microbatch.sequence_lengths))

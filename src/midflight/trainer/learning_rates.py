@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step: a function of the step alone, so that a resumed run has the same."""
+"""Learning rate of each optimizer step: a function of the step alone, so that a resumed run uses the same rates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LearningRates:
-    """Rises linearly over `num_warmup_steps`, then falls to `final` at step `num_steps`, or stays.
+    """Linear warm-up over `num_warmup_steps`, then a decay to `final` at step `num_steps`, or a constant rate.
 
-    Units: `peak` and `final` are learning rates, the others optimizer steps.
+    Units: `peak` and `final` are learning rates; `num_warmup_steps` and `num_steps` are optimizer steps.
     """
 
     peak: float
@@ -20,7 +20,7 @@ class LearningRates:
     final: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """Of the step that makes version `step` + 1."""
+        """Learning rate of the step that produces version `step` + 1."""
         if step < self.num_warmup_steps:
             return self.peak * (step + 1) / (self.num_warmup_steps + 1)
         if self.shape == "constant":

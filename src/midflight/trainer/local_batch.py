@@ -15,7 +15,8 @@ from midflight.types import Microbatch, TrainingBatch
 class LocalBatch:
     """One rank's microbatches of a batch.
 
-    Passes are collectives, so all ranks do equally many. Dummy microbatches contribute nothing to the gradient.
+    Forward and backward passes are collectives, so all ranks need the same number of passes. Dummy microbatches fill up
+    the number and contribute nothing to the gradient.
     """
 
     microbatches: Sequence[Microbatch]
@@ -24,11 +25,11 @@ class LocalBatch:
 
 def local_batch_of(batch: TrainingBatch, rank: int, num_ranks: int) -> LocalBatch:
     """Return the local batch of `rank`; a batch packed for another number of ranks is distributed again."""
-    per_rank, everything = batch.microbatches, [each for local in batch.microbatches for each in local]
+    per_rank, microbatches = batch.microbatches, [each for local in batch.microbatches for each in local]
     if len(per_rank) != num_ranks:
-        per_rank = [everything[each::num_ranks] for each in range(num_ranks)]
+        per_rank = [microbatches[start::num_ranks] for start in range(num_ranks)]
     num_dummies = max(map(len, per_rank)) - len(per_rank[rank])
-    smallest = sorted(everything, key=lambda each: len(each.token_ids))[:1]
+    smallest = sorted(microbatches, key=lambda microbatch: len(microbatch.token_ids))[:1]
     return LocalBatch(per_rank[rank], smallest * num_dummies)
 
 
@@ -45,10 +46,10 @@ _CODEC = Codec(LocalResult)
 
 
 def reduce_results(own: LocalResult, group: ProcessGroup) -> tuple[float, PolicySums, list[int]]:
-    """The batch's loss, its sums, and the peak memory of each rank; a collective."""
+    """Combine the results of all ranks: loss, policy sums, peak memory by rank (bytes); a collective."""
     results = [_CODEC.decode(message) for message in group.gather(_CODEC.encode(own))]
     return (
-        sum(each.loss for each in results),
-        PolicySums.of_all([each.policy for each in results]),
-        [each.peak_memory_bytes for each in results],
+        sum(result.loss for result in results),
+        PolicySums.of_all([result.policy for result in results]),
+        [result.peak_memory_bytes for result in results],
     )

@@ -5,8 +5,8 @@ waits for      the actor to append that batch
 unblocked by   the append; a stop request is seen within WAIT_SLICE_S
 makes wait     nobody: publishing weights never waits for an engine
 
-Every rank runs it. All do the same in the same order, on their own shares of a batch; rank 0 alone decides what is
-next, and writes.
+Every rank runs the loop, with the same steps in the same order, on its local batch. Only rank 0 decides on the next
+step and writes files.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ from midflight.trainer.step import TrainStep
 from midflight.trainer.step_log import StepLog
 from midflight.types import TrainingBatch
 
-_PATIENCE_S = 60.0  # with a batch that rank 0 has seen
+_READ_TIMEOUT_S = 60.0  # for a batch that rank 0 has already read
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
+    """Limits and directories of the training loop."""
+
     max_steps: int
     checkpoints: Path
-    rejected_batches: Path  # where the batch behind a stop for non-finite losses is kept
+    rejected_batches: Path  # directory for the last batch of a run that stops for non-finite losses
     checkpoint_every: int  # optimizer steps
     keep_checkpoints: int = 1
     max_nonfinite_steps: int = 5  # in a row
-    max_seconds: float | None = None
+    max_seconds: float | None = None  # wall-clock limit; None: no limit
 
 
 class TrainLoop:
+    """Training loop of one rank."""
+
     def __init__(
         self,
         settings: LoopSettings,
@@ -50,7 +54,7 @@ class TrainLoop:
         tracer: Tracer,
         metrics: MetricsSink | None = None,
     ) -> None:
-        """`state` is updated in place. Only rank 0 has `metrics`."""
+        """`state`: updated in place. `metrics`: None on all ranks except rank 0."""
         self.state = state
         self._settings, self._step, self._batches, self._tracer = settings, step, batches, tracer
         self._backend, self._group = step.backend, step.group
@@ -58,29 +62,29 @@ class TrainLoop:
         self._give_up = GiveUpPolicy(settings.max_nonfinite_steps, settings.rejected_batches)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Train until the last step, the time limit or a stop request; ends with a checkpoint either way.
+        """Train until the last step, the time limit or a stop request, then write a checkpoint.
 
         Raises: NonFiniteLossError after too many skipped steps in a row; CheckpointError.
         """
         started = time.monotonic() - self.state.wall_s
-        while (found := self._next(should_stop)) is not None:
-            for batch in found:
+        while (batches := self._next(should_stop)) is not None:
+            for batch in batches:
                 self._train_on(batch, started)
                 if self.state.version % self._settings.checkpoint_every == 0:
                     self._checkpoint()
         self._checkpoint()
 
     def _next(self, should_stop: Callable[[], bool]) -> list[TrainingBatch] | None:
-        """The next batch, nothing if there is none yet, None at the end of training: as rank 0 finds."""
+        """Return the next batch, [] if there is none yet, None at the end of training; rank 0 decides."""
         with self._tracer.span("wait"):
-            asked_to_stop = should_stop()  # every rank asks: that is its heartbeat
-            found = self._find(asked_to_stop) if self._group.rank == 0 else []
-            num_found = self._group.broadcast(-1 if found is None else len(found))
-            if num_found < 0:
+            asked_to_stop = should_stop()  # every rank calls it: the call is its heartbeat
+            batches = self._read_unless_done(asked_to_stop) if self._group.rank == 0 else []
+            num_batches = self._group.broadcast(-1 if batches is None else len(batches))
+            if num_batches < 0:
                 return None
-            return self._read(timeout_s=_PATIENCE_S) if num_found and not found else found
+            return self._read(timeout_s=_READ_TIMEOUT_S) if num_batches and not batches else batches
 
-    def _find(self, asked_to_stop: bool) -> list[TrainingBatch] | None:
+    def _read_unless_done(self, asked_to_stop: bool) -> list[TrainingBatch] | None:
         settings, state = self._settings, self.state
         out_of_time = settings.max_seconds is not None and state.wall_s >= settings.max_seconds
         if state.version >= settings.max_steps or out_of_time or asked_to_stop:
@@ -115,5 +119,5 @@ class TrainLoop:
                 self._backend.save(settings.checkpoints)
                 return
             save_checkpoint(settings.checkpoints, self.state, self._backend.save, settings.keep_checkpoints)
-        # A restart may go back to any checkpoint that is kept; and the actor goes on after the last batch there is.
+        # A restart may use any remaining checkpoint, and the actor resumes after the last batch in the stream.
         self._batches.trim(oldest_checkpoint_version(settings.checkpoints) - 1)

@@ -1,4 +1,4 @@
-"""The most memory this process has had at a time."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Allocated on a CUDA device; of the CPU, resident, the pages of mapped files included."""
+    """Peak allocated memory of a CUDA device; on the CPU, peak resident memory, including mapped files (bytes)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if _STATUS.exists():
-        # ru_maxrss would count what the parent had when it started this process.
+        # ru_maxrss would include the parent's memory at the start of this process.
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

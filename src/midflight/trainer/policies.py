@@ -1,6 +1,6 @@
-"""The policy in training: a model from a directory, computed as the recipe says.
+"""The policy in training: a model from a directory, with the settings of the recipe.
 
-With a dtype of bfloat16 trained parameters are float32 all the same; what is frozen is bfloat16.
+With a dtype of bfloat16, trained parameters are still float32, and frozen parameters are bfloat16.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from midflight.models.policy import PackedPolicy
 from midflight.types import TensorSpec
 from midflight.weights.specs import specs_of
 
-ADAPTER_DIRECTORY = "adapter"  # in a checkpoint; beside config.json transformers would take its files for the model's
+ADAPTER_DIRECTORY = (
+    "adapter"  # in a checkpoint; beside config.json, transformers would mistake the files for the model's
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What is computed in a forward pass besides log-probabilities, in what, and what of it is trained."""
+    """Settings of the forward pass: outputs besides log-probabilities, precision, trained parameters."""
 
     temperature: float = 1.0  # of the sampling distribution
     with_values: bool = False
     entropy_gradient: bool = False
-    dtype: torch.dtype = torch.float32  # of forward and backward passes, and of what is published
+    dtype: torch.dtype = torch.float32  # of forward and backward passes, and of published weights
     activation_checkpointing: bool = False
     lora: LoraSettings | None = None
 
@@ -40,7 +42,10 @@ PLAIN_POLICY = PolicySettings()
 def build_policy(
     path: Path, settings: PolicySettings, load: Callable[[Path, torch.dtype], nn.Module] = load_model
 ) -> PackedPolicy:
-    """Raises: ModelError if the model cannot be loaded; as `check_policy`."""
+    """Load the model and apply the settings.
+
+    Raises: ModelError if the model cannot be loaded; otherwise as `check_policy`.
+    """
     model = load(path, settings.dtype if settings.lora else torch.float32)
     if settings.lora:
         add_adapter(model, settings.lora, path)
@@ -50,7 +55,7 @@ def build_policy(
 
 
 def check_policy(path: Path, settings: PolicySettings) -> None:
-    """Whether the model has what the settings need. Reads no weights.
+    """Check that the model supports the settings, without reading weights.
 
     Raises: RecipeError, ModelError; MissingExtraError without the package peft.
     """
@@ -67,21 +72,21 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def published_weights(
-    policy: PackedPolicy, dtype: torch.dtype, whole: Callable[[Iterable[Named]], Iterable[Named]] = iter
+    policy: PackedPolicy, dtype: torch.dtype, gather: Callable[[Iterable[Named]], Iterable[Named]] = iter
 ) -> Iterator[Named]:
-    """What engines sample with, under the names they know; always in the same order, one tensor after another.
+    """Yield the weights that engines sample with, by the engines' names, always in the same order.
 
-    `whole` is given parameters, which may be shards; it makes tensors out of them, in their order, or none at all.
+    `gather`: turns parameters, which may be sharded, into full tensors in the same order, or into no tensors at all.
     """
     if has_adapter(policy.model):
-        for name, tensor in merged_weights(policy.model, whole):
+        for name, tensor in merged_weights(policy.model, gather):
             yield name, tensor.to(dtype)
     else:
-        yield from whole((name, tensor.to(dtype)) for name, tensor in weights_of(policy.model).items())
+        yield from gather((name, tensor.to(dtype)) for name, tensor in weights_of(policy.model).items())
 
 
 def published_specs(policy: PackedPolicy, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """The names, shapes and dtype of those."""
+    """Specs of `published_weights`."""
 
     def shapes(tensors: Iterable[Named]) -> Iterator[Named]:
         return ((name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in tensors)

@@ -1,9 +1,10 @@
-"""Forward and backward passes in bfloat16 for parameters that are float32, all of them in one process.
+"""Forward and backward passes in bfloat16 for float32 parameters, in one process.
 
-Small steps would be lost in bfloat16, which tells numbers apart that differ by 0.4 percent. So the optimizer works on
-float32 masters, and what is computed is a module of its own whose parameters are copies of them. A cast inside the
-graph (functional_call) would be over when layers are computed again in the backward pass; autocast would keep the
-embedding and the residual stream in float32, which engines do not.
+bfloat16 would lose small steps: its neighboring numbers differ by about 0.4 percent. The optimizer therefore works on
+float32 masters, and a separate module with rounded copies of the masters computes the passes.
+
+Two alternatives do not work. A cast inside the graph (functional_call) has ended when activation checkpointing
+recomputes layers in the backward pass. Autocast keeps the embedding and the residual stream in float32, unlike engines.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from midflight.models.policy import PackedPolicy
 
 
 class ComputedPolicy:
-    """`policy` computes what `masters` are rounded to, and hands its gradients over to them, added up in float32.
+    """Policy with parameters rounded from `masters`; its gradients are added to the masters in float32.
 
-    The value head, and what is frozen or of the dtype already, is not copied but shared. Gradients are handed over as
-    soon as each is there, so that at most one backward pass's are kept twice.
+    Parameters of the value head, frozen parameters and parameters that already have the dtype are shared, not copied.
+    Each gradient is handed over as soon as it is computed, so at most one backward pass's gradients exist twice.
     """
 
     def __init__(self, masters: PackedPolicy, dtype: torch.dtype) -> None:
@@ -33,12 +34,12 @@ class ComputedPolicy:
                 copied.register_post_accumulate_grad_hook(_hand_over_to(master))  # type: ignore[no-untyped-call]
                 self._copies.append((master, copied))
                 shared[id(master)] = copied
-        # Buffers stay as they are: frequencies of rotary embeddings are never rounded.
+        # Buffers keep their dtype: frequencies of rotary embeddings are never rounded.
         self.policy = copy.deepcopy(masters, shared) if self._copies else masters
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The masters have changed."""
+        """Copy the masters into the policy, after they have changed."""
         for master, copied in self._copies:
             copied.copy_(master)
 

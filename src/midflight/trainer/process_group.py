@@ -1,8 +1,8 @@
-"""Processes that train together on one machine, and what they tell each other between collectives.
+"""Process group: processes that train together on one machine, and the short messages between their collectives.
 
-consumes       one number or one short message of every rank
-waits for      the slowest rank, at most COLLECTIVE_TIMEOUT_S; a rank that dies is noticed at once
-unblocked by   all ranks making the same call: all make the same ones in the same order
+consumes       one number or one short message from every rank
+waits for      the slowest rank, at most COLLECTIVE_TIMEOUT_S; the death of a rank is noticed at once
+unblocked by   the same call on all ranks: all ranks make the same calls in the same order
 
 Messages are numbers and bytes; nothing is ever unpickled.
 """
@@ -26,14 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from midflight.weights.process_group import reason_of_gloo
 
-# Ranks wait for each other while rank 0 writes a checkpoint.
+# All other ranks wait while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
-_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+_M_MMAP_THRESHOLD = -3  # from <malloc.h>
 _LARGE_BYTES = 1 << 20
 
 
 class ProcessGroup(Protocol):
-    """This process among those that train together."""
+    """Membership of this process in the group of processes that train together."""
 
     @property
     def rank(self) -> int: ...
@@ -42,16 +42,16 @@ class ProcessGroup(Protocol):
     def num_ranks(self) -> int: ...
 
     def broadcast(self, value: int) -> int:
-        """Rank 0's value."""
+        """Return rank 0's value on all ranks."""
         ...
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Everybody's message, by rank."""
+        """Return the messages of all ranks, by rank."""
         ...
 
 
 class SingleProcessGroup:
-    """A process that trains alone."""
+    """Group of one process."""
 
     rank, num_ranks = 0, 1
 
@@ -63,23 +63,24 @@ class SingleProcessGroup:
 
 
 class DistributedGroup:
-    """One of several; `mesh` is what parameters are sharded over."""
+    """Group of several processes; parameters are sharded over `mesh`."""
 
     def __init__(self, rank: int, num_ranks: int, device_type: str) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self.mesh: DeviceMesh = init_device_mesh(device_type, (num_ranks,))
 
     def broadcast(self, value: int) -> int:
-        agreed = torch.tensor([value])
-        dist.broadcast(agreed, src=0)
-        return int(agreed)
+        shared = torch.tensor([value])
+        dist.broadcast(shared, src=0)
+        return int(shared)
 
     def gather(self, message: bytes) -> list[bytes]:
-        lengths = [int(each) for each in self._all(torch.tensor([len(message)]))]
+        lengths = [int(length) for length in self._all_gather(torch.tensor([len(message)]))]
         padded = torch.frombuffer(bytearray(message.ljust(max(lengths) + 1)), dtype=torch.uint8)
-        return [bytes(each[:length].numpy()) for each, length in zip(self._all(padded), lengths, strict=True)]
+        received = self._all_gather(padded)
+        return [bytes(content[:length].numpy()) for content, length in zip(received, lengths, strict=True)]
 
-    def _all(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         received = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         dist.all_gather(received, tensor)
         return received
@@ -89,13 +90,15 @@ class DistributedGroup:
 def join_process_group(
     rendezvous: Path, rank: int, num_ranks: int, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S
 ) -> Iterator[DistributedGroup]:
-    """The group, once all ranks are there. `rendezvous`: a file that did not exist before the first of them came.
+    """Join the process group and wait for all ranks.
 
-    Messages travel over gloo on the loopback interface, gradients and parameters on CUDA over NCCL.
+    Messages travel over gloo on the loopback interface; gradients and parameters on CUDA travel over NCCL.
+
+    `rendezvous`: a file that must not exist before the first rank joins.
     Raises: ConnectionError, also from the body of the `with`, if another rank is lost or late.
     """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    # By default gloo listens on whatever the host name stands for.
+    # By default gloo listens on the address of the host name.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -111,9 +114,9 @@ def join_process_group(
         )
         yield DistributedGroup(rank, num_ranks, device.type)
     except RuntimeError as error:
-        # Gloo has no errors of its own.
+        # gloo has no exception types of its own.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise ConnectionError(f"rank {rank} lost another one: {reason_of_gloo(error)}") from error
+            raise ConnectionError(f"rank {rank} lost another rank: {reason_of_gloo(error)}") from error
         raise
     finally:
         if dist.is_initialized():
@@ -123,8 +126,8 @@ def join_process_group(
 def _give_back_freed_memory() -> None:
     """Make glibc return large blocks to the system at once.
 
-    By itself it keeps the memory that whole layers were in, in pieces that the next ones do not fit into: more than
-    sharding saves.
+    By default glibc keeps the memory of freed layers in fragments that later layers do not fit into, which costs more
+    memory than sharding saves.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

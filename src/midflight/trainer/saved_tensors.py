@@ -1,4 +1,4 @@
-"""Named tensors in safetensors files of a bounded size, as transformers names and finds them.
+"""Named tensors in safetensors files of a bounded size, with the file names of transformers.
 
 `STEM.safetensors`, or `STEM-00001-of-00003.safetensors` and so on with `STEM.safetensors.index.json` beside them.
 """
@@ -24,7 +24,7 @@ from midflight.trainer.full_tensors import local, local_rows
 from midflight.types import TensorSpec
 from midflight.weights.specs import num_bytes
 
-# What a checkpoint is made of: the stems of its safetensors files.
+# Stems of the safetensors files in a checkpoint.
 MODEL, OPTIMIZER, VALUE_HEAD, PROXIMAL = "model", "optimizer", "value_head", "proximal"
 
 FILE_BYTES = 512 << 20
@@ -37,7 +37,7 @@ def save_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write `tensors`, which are those of `specs`. In memory at a time: one file, or one larger tensor beside it."""
+    """Write the tensors described by `specs`. At most one file, plus one larger tensor, is in memory at a time."""
     split = split_state_dict_into_shards_factory(
         {spec.name: spec for spec in specs},
         get_storage_size=num_bytes,
@@ -47,7 +47,7 @@ def save_tensors(
     contents: dict[str, dict[str, Tensor]] = {file_name: {} for file_name in split.filename_to_tensors}
     for name, tensor in tensors:
         file_name = split.tensor_to_filename[name]
-        # A copy on the host, so that the parts of a bucket do not keep all of it.
+        # A copy on the host, so that a part of a bucket does not keep the whole bucket in memory.
         contents[file_name][name] = tensor.detach().to("cpu", copy=True)
         if len(contents[file_name]) == len(split.filename_to_tensors[file_name]):
             save_file(contents.pop(file_name), directory / file_name, metadata={"format": "pt"})
@@ -67,7 +67,7 @@ def save_on_first_rank(
     tensors: Iterable[tuple[str, Tensor]],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """`save_tensors` on rank 0; the others go through `tensors`, which are gathered for it."""
+    """Save tensors on rank 0; all other ranks iterate over `tensors` too, because gathering is a collective."""
     if rank == 0:
         save_tensors(directory, stem, specs, tensors, file_bytes)
     else:
@@ -75,7 +75,7 @@ def save_on_first_rank(
 
 
 class SavedTensors:
-    """Reads them. A context manager.
+    """Reader of the tensors saved under one stem; a context manager.
 
     Raises: CheckpointError if a file cannot be read.
     """
@@ -104,15 +104,15 @@ class SavedTensors:
 
     @torch.no_grad()
     def fill(self, target: Tensor, name: str) -> None:
-        """Copy a tensor; of one that is sharded, this rank's rows.
+        """Copy a saved tensor into `target`; if `target` is sharded, copy this rank's rows.
 
-        Raises: CheckpointError if it is not there or has another shape.
+        Raises: CheckpointError if the tensor is missing or has another shape.
         """
         if name not in self._files:
-            raise CheckpointError(f"{self._directory} holds no {name}")
+            raise CheckpointError(f"{self._directory} has no tensor {name}")
         saved, rows = self._files[name].get_slice(name), local_rows(target)
         if (shape := tuple(saved.get_shape())) != target.shape:
-            raise CheckpointError(f"{name} in {self._directory} is {list(shape)}, not {list(target.shape)}")
+            raise CheckpointError(f"{name} in {self._directory} has shape {list(shape)}, not {list(target.shape)}")
         if rows is None:
             target.copy_(self.read(name))
         elif rows.start < rows.stop:

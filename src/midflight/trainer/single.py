@@ -1,6 +1,6 @@
-"""The trainer contract in one process: a Hugging Face model, AdamW, weights sent after every step.
+"""Trainer backend in one process: a Hugging Face model, AdamW, weights sent after every step.
 
-What it does with tensors holds for sharded ones as well, so that `trainer.fsdp` only has to prepare them.
+All operations also work on sharded tensors, so `trainer.fsdp` only has to shard the model.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from midflight.weights.specs import specs_of
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
+    """Settings of AdamW and gradient clipping."""
+
     betas: tuple[float, float]
     weight_decay: float
     max_grad_norm: float
 
 
 class SingleProcessTrainer:
-    """Implements TrainerBackend."""
+    """Trainer backend of one process. Implements TrainerBackend."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class SingleProcessTrainer:
         self._proximal: dict[str, Tensor] | None = None
 
     def init(self, rank: int) -> None:
-        """Load the model and announce the weights it will publish."""
+        """Load the model and announce the specs of its published weights."""
         self._rank = rank
         self._tokenizer = load_tokenizer(self._model_path)
         self._policy = self._build_policy()
@@ -93,13 +95,13 @@ class SingleProcessTrainer:
         return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
     def remember_proximal(self) -> None:
-        self._proximal = None  # frees the one before it first
+        self._proximal = None  # free the previous copy first
         computed = trained_parameters(self._computed.policy)
         self._proximal = {name: parameter.detach().clone() for name, parameter in computed.items()}
 
     @torch.no_grad()
     def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
-        assert self._proximal is not None, "nothing was remembered"
+        assert self._proximal is not None, "remember_proximal was not called"
         scores, values = torch.func.functional_call(self._computed.policy, self._proximal, (microbatch,))
         return PolicyOutputs(scores.logprobs, scores.entropy, values)
 
@@ -107,7 +109,7 @@ class SingleProcessTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
-        """Clip, step, and forget the gradients. A gradient that is not finite changes nothing."""
+        """Clip, step and clear the gradients. A gradient that is not finite changes nothing."""
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._optimizer_settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if is_sharded(norm) else norm)
         finite = math.isfinite(grad_norm)
@@ -123,9 +125,9 @@ class SingleProcessTrainer:
         self._sender.send(version, self._published_weights())
 
     def save(self, directory: Path) -> None:
-        """Model and tokenizer as `from_pretrained` reads them; beside them what only training needs.
+        """Save model and tokenizer for `from_pretrained`, and the files that only training needs.
 
-        With an adapter the model is the merged one, as it was published; training goes on from the adapter.
+        With an adapter, the saved model has the merged, published weights, and training resumes from the adapter.
         """
         if has_adapter(self.model):
             self._save_adapter(directory / ADAPTER_DIRECTORY)
@@ -136,7 +138,7 @@ class SingleProcessTrainer:
             self._save(directory, MODEL, saved_tensors_of(self.model))
         if self._rank == 0:
             save_description(self.model, self._tokenizer, directory)
-        # One kind after another: tensors that are not sharded would end a bucket each.
+        # One kind of state after another: an unsharded tensor between sharded ones would end a bucket.
         states = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
             for kind in ("step", "exp_avg", "exp_avg_sq")
@@ -156,11 +158,11 @@ class SingleProcessTrainer:
         self._save(directory, ADAPTER_STEM, adapter_weights(self.model), file_bytes=sys.maxsize)  # peft reads one file
 
     def _save(self, directory: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int = FILE_BYTES) -> None:
-        whole = full_tensors(tensors.items())
-        save_on_first_rank(self._rank, directory, stem, specs_of(tensors), whole, file_bytes)
+        full = full_tensors(tensors.items())
+        save_on_first_rank(self._rank, directory, stem, specs_of(tensors), full, file_bytes)
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote, on as many ranks as there were then or on others."""
+        """Load a checkpoint of `save`, written on any number of ranks."""
         if has_adapter(self.model):
             _fill(adapter_weights(self.model), directory / ADAPTER_DIRECTORY, ADAPTER_STEM)
         else:
@@ -169,17 +171,17 @@ class SingleProcessTrainer:
         if self._policy.value_head is not None:
             _fill(self._policy.value_head.state_dict(), directory, VALUE_HEAD)
         self._load_proximal(directory)
-        # The settings stay the recipe's: a weight decay that was changed for the rest of the run counts.
+        # Settings come from the recipe, not the checkpoint: a changed weight decay applies to the rest of the run.
         self._optimizer.state.clear()
         with SavedTensors(directory, OPTIMIZER) as saved:
             for key in saved.names:
                 kind, _, name = key.partition(".")
-                of_parameter = self._optimizer.state[self._trained[name]]
+                state = self._optimizer.state[self._trained[name]]
                 if kind == "step":
-                    of_parameter[kind] = saved.read(key).to(self._device)
+                    state[kind] = saved.read(key).to(self._device)
                 else:
-                    of_parameter[kind] = torch.empty_like(self._trained[name], requires_grad=False)
-                    saved.fill(of_parameter[kind], key)
+                    state[kind] = torch.empty_like(self._trained[name], requires_grad=False)
+                    saved.fill(state[kind], key)
 
     def _load_proximal(self, directory: Path) -> None:
         if any(directory.glob(f"{PROXIMAL}*")):

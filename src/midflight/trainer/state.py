@@ -1,4 +1,4 @@
-"""Totals of a whole run, which its checkpoints hold."""
+"""Totals of a whole run, stored in its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainerState:
 
     version: int = 0  # optimizer steps; also the offset of the next batch
     samples: int = 0  # rollouts trained on
-    trained_tokens: int = 0  # response tokens of those
+    trained_tokens: int = 0  # response tokens of these rollouts
     trained_groups: int = 0
     wall_s: float = 0.0
     lag_histogram: dict[int, int] = field(default_factory=dict)  # optimizer steps -> response tokens
@@ -25,7 +25,7 @@ class TrainerState:
     generated_lengths: dict[int, int] = field(default_factory=dict)
     trained_lengths: dict[int, int] = field(default_factory=dict)
     dropped_lengths: dict[int, int] = field(default_factory=dict)
-    # After the last batch that was trained on: the run can go on from here even if its streams are lost.
+    # State after the last trained batch: the run can resume from it even if its streams are lost.
     actor: ActorState = field(default_factory=ActorState)
 
     def count(self, batch: TrainingBatch) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step: a batch through the loss, backward, and the optimizer. Every rank calls it with every batch."""
+"""One optimizer step: forward, loss, backward and optimizer. Every rank runs it for every batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SINGLE_PROCESS, _CPU = SingleProcessGroup(), torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Measurements of one optimizer step. Those of the loss and the policy are sums over all ranks."""
+    """Measurements of one optimizer step; the loss and the policy metrics are sums over all ranks."""
 
     loss: float
     learning_rate: float
@@ -35,7 +35,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """`step(batch)` trains on one batch. With several ranks it is a collective."""
+    """Optimizer step as a callable: `step(batch)` trains on one batch. With several ranks it is a collective."""
 
     backend: TrainerBackend
     objective: Objective
@@ -56,7 +56,7 @@ class TrainStep:
         return StepResult(total, learning_rate, updated.grad_norm, updated.skipped, sums, peak_memory)
 
     def _accumulate(self, batch: TrainingBatch, renewed: bool) -> tuple[float, PolicySums]:
-        """Add up the gradients of this rank's share; return its loss and its policy metrics."""
+        """Accumulate the gradients of the local batch; return its loss and its policy metrics."""
         policy = PolicyMetrics(self.objective.max_ratio)
         local = local_batch_of(batch, self.group.rank, self.group.num_ranks)
         total = 0.0
@@ -74,7 +74,7 @@ class TrainStep:
     def _forward(
         self, microbatch: Microbatch, batch: TrainingBatch, renewed: bool
     ) -> tuple[PolicyOutputs, LossInputs, LossOutput]:
-        """`renewed`: the proximal policy is the one in training."""
+        """Run the forward pass and the loss. `renewed`: the proximal policy equals the policy in training."""
         counts = BatchCounts(batch.num_loss_tokens, batch.num_rollouts, self.objective.max_response_tokens)
         proximal = None if renewed else self.backend.forward_proximal(microbatch)
         outputs = self.backend.forward(microbatch)

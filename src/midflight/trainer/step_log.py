@@ -1,4 +1,4 @@
-"""One line of metrics per optimizer step: those of the batch, of the step, and the rates since the line before."""
+"""One metrics line per optimizer step: metrics of the batch and the step, and rates since the previous line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Totals:
 
 
 class StepLog:
-    """Writes the metrics line of every optimizer step. Ranks other than the first have no writer and write nothing."""
+    """Writer of the metrics line of every optimizer step. Only rank 0 has a sink and writes."""
 
     def __init__(self, writer: MetricsSink | None, tracer: Tracer, state: TrainerState) -> None:
         self._writer, self._tracer = writer, tracer
         self._last = self._totals(state)
 
     def write(self, batch: TrainingBatch, step: StepResult, state: TrainerState, num_waiting_batches: int) -> None:
-        """`state`: after the step."""
+        """Write one line. `state`: the totals after the step."""
         if self._writer is None:
             return
         last, now = self._last, self._totals(state)

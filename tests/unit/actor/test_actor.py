@@ -1,4 +1,4 @@
-"""What the actor does with what user code and schedules may do to it."""
+"""The actor under schedules, failing user code, interruptions and restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tok
 
 
 class ScheduledActor(Actor):
-    """Asks its schedule itself, as the rollout loop would."""
+    """Actor that asks its schedule itself, as the rollout loop would."""
 
     schedule: Schedule
 
@@ -81,7 +81,7 @@ def checkpoint_of(actor: Actor) -> ActorCheckpoint:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "high", None])
-def test_a_reward_that_is_no_number_fails_the_group_and_not_the_run(bad: object) -> None:
+def test_reward_that_is_not_finite_fails_only_its_group(bad: object) -> None:
     actor = actor_with(lambda index: bad if index == 0 else 1.0)  # type: ignore[return-value,arg-type]
     run(actor, 8)
     assert actor.state.num_failed_groups == 1
@@ -89,11 +89,11 @@ def test_a_reward_that_is_no_number_fails_the_group_and_not_the_run(bad: object)
     ((reason, count),) = actor.state.failures.items()
     assert reason.startswith(("TypeError", "ValueError"))
     assert count == 1
-    # The failed group's place in the batch is taken by the next one.
+    # The next group takes the failed group's place in the batch.
     assert [group.group_id for group in groups] == [1, 2]
 
 
-def test_a_failed_rollout_says_why() -> None:
+def test_failed_rollout_has_its_reason() -> None:
     def reward_of(index: int) -> float:
         raise ZeroDivisionError("no such verifier")
 
@@ -106,7 +106,7 @@ def test_a_failed_rollout_says_why() -> None:
     assert "test_actor.py:" in rollout.failure
 
 
-def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:
+def test_refused_prompt_fails_only_its_group() -> None:
     class Choosy(ScriptedGenerator):
         def add(self, requests: Sequence[GenerationRequest]) -> None:
             if any(len(request.prompt_token_ids) > 1 for request in requests):
@@ -120,7 +120,7 @@ def test_a_prompt_the_engine_refuses_fails_its_group_only() -> None:
     assert actor.fleet(0).num_finished == 20  # problems 0 to 9 have prompts of one digit
 
 
-def test_a_run_of_nothing_but_failures_ends_and_says_why() -> None:
+def test_failures_in_a_row_end_the_run_with_the_reason() -> None:
     def reward_of(index: int) -> float:
         raise ConnectionError("the verifier is down")
 
@@ -128,7 +128,7 @@ def test_a_run_of_nothing_but_failures_ends_and_says_why() -> None:
         run(actor_with(reward_of), 1000)
 
 
-def test_aborted_rollouts_keep_their_tokens_and_go_on_first() -> None:
+def test_aborted_rollouts_keep_their_tokens_and_resume_first() -> None:
     actor = actor_with(length_of=lambda rollout: 5 + rollout)
     run(actor, 2)
     before = actor.fleet(0)
@@ -145,7 +145,7 @@ def test_aborted_rollouts_keep_their_tokens_and_go_on_first() -> None:
     assert actor.state.generated_tokens == 26
 
 
-def test_a_restored_actor_goes_on_with_the_tokens_and_the_counts() -> None:
+def test_restored_actor_keeps_tokens_and_counts() -> None:
     lengths = [2, 9, 4, 3]
     first = actor_with(length_of=lambda rollout: lengths[rollout % 4])
     run(first, 3)
@@ -161,7 +161,7 @@ def test_a_restored_actor_goes_on_with_the_tokens_and_the_counts() -> None:
     assert second.state.next_group_id == 2
 
 
-def test_without_its_tokens_a_restored_actor_asks_the_open_problems_again() -> None:
+def test_actor_restored_without_tokens_generates_open_groups_again() -> None:
     first = actor_with()
     run(first, 1)
     checkpoint = ActorCheckpoint(checkpoint_of(first).state, [])
@@ -171,7 +171,7 @@ def test_without_its_tokens_a_restored_actor_asks_the_open_problems_again() -> N
     assert [group.problem.problem_id for group in groups] == ["0", "1"]
 
 
-def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
+def test_actor_never_exceeds_the_schedules_rollouts_in_flight() -> None:
     schedule = PipelineSchedule(batch_size=4, num_in_flight=3, queue_capacity=8)
     lengths = np.random.default_rng(0).integers(1, 9, 100)
     actor = new_actor(ScriptedGenerator(lambda rollout: int(lengths[rollout % 100])), schedule, CountingEnvironment())
@@ -181,12 +181,12 @@ def test_in_flight_is_never_more_than_the_schedule_asks() -> None:
         assert fleet.num_in_flight <= 3
         actor.step()
         actor.collect_grades()
-    # Nobody trains: the queue fills and generation stops instead of running ahead without end.
+    # Nothing is trained, so the queue fills up and generation stops instead of running ahead.
     assert actor.fleet(0).num_in_flight == 0
     assert 8 <= actor.fleet(0).num_finished <= 8 + 3 + 1
 
 
-def test_groups_without_signal_are_counted_and_replaced() -> None:
+def test_groups_with_equal_rewards_are_counted_and_replaced() -> None:
     rewards = {0: 1.0, 1: 0.0}
     graded: list[int] = []
 
@@ -204,7 +204,7 @@ def test_groups_without_signal_are_counted_and_replaced() -> None:
     assert actor.state.num_failed_groups == actor.state.num_dropped_groups == 0
 
 
-def test_lengths_travel_with_the_batch_that_follows_them() -> None:
+def test_lengths_are_reported_with_the_next_batch() -> None:
     rewards = iter([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     config = replace(CONFIG, dynamic_sampling=True)
     environment = CountingEnvironment(lambda index: next(rewards))
@@ -219,14 +219,14 @@ def test_lengths_travel_with_the_batch_that_follows_them() -> None:
     assert actor.state.generated_lengths == actor.state.dropped_lengths == []
 
 
-def test_a_task_without_any_signal_ends_the_run_and_says_why() -> None:
+def test_task_with_equal_rewards_ends_the_run_with_the_reason() -> None:
     config = replace(CONFIG, dynamic_sampling=True, max_filtered_in_a_row=10)
     actor = new_actor(ScriptedGenerator(lambda _: 1), ConventionalSchedule(4), CountingEnvironment(), config=config)
     with pytest.raises(RolloutError, match=r"in 10 groups in a row all rewards were equal \(the last: 1\)"):
         run(actor, 100)
 
 
-def test_a_group_waits_for_the_grade_of_its_last_member() -> None:
+def test_group_waits_for_its_last_grade() -> None:
     environment = CountingEnvironment()
     slow = ImmediateGrader(environment, delay_of=lambda rollout: 5 if rollout == 1 else 0)
     schedule = ConventionalSchedule(4)
@@ -239,7 +239,7 @@ def test_a_group_waits_for_the_grade_of_its_last_member() -> None:
     assert [group.group_id for group in chosen_groups(actor)] == [0, 1]
 
 
-def test_what_was_not_graded_when_the_process_ended_is_graded_by_the_next() -> None:
+def test_restored_actor_grades_ungraded_responses() -> None:
     environment = CountingEnvironment()
     never = ImmediateGrader(environment, delay_of=lambda rollout: 10**6)
     schedule = ConventionalSchedule(4)
@@ -253,8 +253,8 @@ def test_what_was_not_graded_when_the_process_ended_is_graded_by_the_next() -> N
 
 
 @pytest.mark.parametrize("when_full", ["block", "drop_oldest"])
-def test_a_verifier_slower_than_generation_slows_it_down(when_full: Literal["block", "drop_oldest"]) -> None:
-    """Grades that do not come: rollouts wait for them, as many as may wait for training and no more."""
+def test_slow_verifier_slows_generation_down(when_full: Literal["block", "drop_oldest"]) -> None:
+    """Ungraded rollouts count towards the queue capacity, so generation stops until grades arrive."""
     schedule = PipelineSchedule(batch_size=4, num_in_flight=8, queue_capacity=12, when_full=when_full)
     environment = CountingEnvironment()
     grader = ImmediateGrader(environment, delay_of=lambda _: 1000)
@@ -266,7 +266,7 @@ def test_a_verifier_slower_than_generation_slows_it_down(when_full: Literal["blo
     assert actor.fleet(0).num_finished > 12
 
 
-def test_of_what_was_interrupted_the_oldest_goes_on_first() -> None:
+def test_oldest_interrupted_rollout_resumes_first() -> None:
     class Limited(ConventionalSchedule):
         limit = 4
 

@@ -1,4 +1,4 @@
-"""Why a verifier failed: one line with its place in the user's code, and counts that can be read."""
+"""Reasons of failed verifiers: one line with the place in the user's code, and readable counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBLEM = Problem("0", "a1b1:", "2")
 
 
 class Fragile(ChainSums):
-    """The response decides what goes wrong."""
+    """Environment whose errors depend on the response."""
 
     def grade(self, problem: Problem, response: str) -> Grade:
         if response == "ours":
@@ -31,7 +31,7 @@ def failure(response: str) -> str:
 
 
 def place(line_of: str) -> str:
-    """Where this file has that line."""
+    """File name and number of the line that begins with `line_of`, as at the end of a reason."""
     lines = Path(__file__).read_text().splitlines()
     (number,) = [number for number, line in enumerate(lines, 1) if line.strip().startswith(line_of)]
     return f"test_failures.py:{number})"
@@ -41,19 +41,19 @@ def place(line_of: str) -> str:
     ("response", "kind", "line"),
     [("{", "JSONDecodeError: ", "return Grade(json"), ("ours", "AttributeError: ", "return super().grade(None")],
 )
-def test_a_reason_names_the_last_line_of_the_users_code(response: str, kind: str, line: str) -> None:
+def test_reason_names_the_last_line_of_the_users_code(response: str, kind: str, line: str) -> None:
     reason = failure(response)
     assert reason.startswith(kind)
     assert reason.endswith(place(line))
 
 
-def test_a_long_reason_keeps_its_place() -> None:
+def test_long_reason_keeps_its_place() -> None:
     reason = reason_of(_raised(ValueError("x" * 10_000)))
     assert len(reason) == 500
     assert reason.endswith(place("raise error"))
 
 
-def test_a_traceback_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_traceback_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(failures, "_logged", set())
     with caplog.at_level(logging.WARNING):
         for response in ("{", "[", "{", "ours", "ours"):
@@ -62,14 +62,14 @@ def test_a_traceback_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert caplog.text.count("in grade\n    return Grade(json.loads(response))") == 1
 
 
-def test_errors_of_one_type_at_one_place_are_one_reason() -> None:
+def test_errors_of_one_type_and_place_are_one_reason() -> None:
     counts: dict[str, int] = {}
     for reason in ("E: a (t.py:3)", "E: b (t.py:3)", "E: a (t.py:4)", "F: a (t.py:3)", "too slow", "too slow"):
         count_failure(counts, reason)
     assert counts == {"E: a (t.py:3)": 2, "E: a (t.py:4)": 1, "F: a (t.py:3)": 1, "too slow": 2}
 
 
-def test_there_are_never_many_reasons() -> None:
+def test_number_of_reasons_is_limited() -> None:
     counts: dict[str, int] = {}
     for index in range(100):
         count_failure(counts, f"reason {index}")

@@ -1,6 +1,6 @@
-"""The partial-rollout buffer: what is loaded is what was saved, all of one moment, whatever happens to the process.
+"""The partial-rollout buffer: `load` returns one whole save, also after a killed process or a full disk.
 
-As a program, this file saves until it is killed, or until files may not grow: `test_partials.py save|fill PATH`.
+As a program, this file saves until it is killed or files reach a size limit: `test_partials.py save|fill PATH`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUP_SIZE = 4
 
 
 def tokens(rollout_id: int, length: int) -> GeneratedTokens:
-    """Those that this rollout always has."""
+    """First `length` tokens of this rollout, always the same ones."""
     token_ids = np.arange(length, dtype=np.int32) + 1000 * rollout_id
     return GeneratedTokens(token_ids, -token_ids.astype(np.float32) / np.float32(7), token_ids // 10)
 
@@ -51,8 +51,8 @@ def rollout(
     return Rollout(RolloutId(rollout_id), group_id, status, segments, **fields)  # type: ignore[arg-type]
 
 
-def tokens_of(each: Rollout, start: int) -> list[Segment]:
-    return segments_from(each.segments[1:], start)
+def tokens_of(item: Rollout, start: int) -> list[Segment]:
+    return segments_from(item.segments[1:], start)
 
 
 def save(buffer: PartialBuffer, rollouts: Sequence[Rollout], **state: object) -> None:
@@ -60,11 +60,11 @@ def save(buffer: PartialBuffer, rollouts: Sequence[Rollout], **state: object) ->
 
 
 def loaded(path: Path) -> tuple[ActorState, dict[int, Rollout]]:
-    """As another process would find it."""
+    """Load the buffer with a new object, as another process would."""
     with closing(PartialBuffer(path)) as buffer:
         checkpoint = buffer.load()
     assert checkpoint
-    return checkpoint.state, {each.rollout_id: each for each in checkpoint.rollouts}
+    return checkpoint.state, {item.rollout_id: item for item in checkpoint.rollouts}
 
 
 def assert_same(found: Rollout, expected: Rollout) -> None:
@@ -72,7 +72,7 @@ def assert_same(found: Rollout, expected: Rollout) -> None:
         left, right = getattr(found.generated, name), getattr(expected.generated, name)
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
-    assert not len(found.prompt_token_ids), "prompts follow from the group; they are not kept"
+    assert not len(found.prompt_token_ids), "prompts follow from the group and are not saved"
     for name in ("group_id", "status", "finish_reason", "reward", "reward_components", "failure", "num_carried"):
         assert getattr(found, name) == getattr(expected, name), name
 
@@ -82,14 +82,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "partials.sqlite"
 
 
-def test_an_empty_buffer_holds_nothing(path: Path) -> None:
+def test_empty_buffer_loads_nothing(path: Path) -> None:
     with closing(PartialBuffer(path)) as buffer:
         assert buffer.load() is None
     with closing(PartialBuffer(path)) as buffer:
         assert buffer.load() is None
 
 
-def test_rollouts_come_back_as_they_were_and_what_ran_as_partial(path: Path) -> None:
+def test_loaded_rollouts_are_the_saved_ones(path: Path) -> None:
     partial = rollout(1, 7, RolloutStatus.PARTIAL, num_carried=5)
     untouched = rollout(2, 0, RolloutStatus.PARTIAL)
     finished = rollout(
@@ -115,12 +115,12 @@ def test_rollouts_come_back_as_they_were_and_what_ran_as_partial(path: Path) -> 
         assert_same(found[expected.rollout_id], expected)
 
 
-def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> None:
-    asked_from: list[int] = []
+def test_tokens_of_many_saves_are_joined(path: Path) -> None:
+    starts: list[int] = []
 
-    def new_tokens(each: Rollout, start: int) -> list[Segment]:
-        asked_from.append(start)
-        return tokens_of(each, start)
+    def new_tokens(item: Rollout, start: int) -> list[Segment]:
+        starts.append(start)
+        return tokens_of(item, start)
 
     with closing(PartialBuffer(path)) as buffer:
         for length in (0, 1, 1, 5, 17):
@@ -128,23 +128,24 @@ def test_tokens_are_put_together_from_the_pieces_of_many_saves(path: Path) -> No
         buffer.save(ActorState(), [rollout(0, 20, finish_reason=FinishReason.STOP)], new_tokens)
         graded = rollout(0, 20, RolloutStatus.FINISHED, finish_reason=FinishReason.STOP, reward=1.0)
         buffer.save(ActorState(), [graded], new_tokens)
-    assert asked_from == [0, 0, 1, 1, 5, 17, 20], "each token is written once"
+    assert starts == [0, 0, 1, 1, 5, 17, 20], "each token is written once"
     assert_same(loaded(path)[1][0], graded)
 
 
-def test_turns_come_back_as_they_were(path: Path) -> None:
+def test_loaded_turns_are_the_saved_ones(path: Path) -> None:
     turns = [Segment.given(()), Segment(tokens(0, 4)), Segment.given([7, 8]), Segment(tokens(1, 3))]
     with closing(PartialBuffer(path)) as buffer:
         for num_segments in (1, 2, 3, 4):
             save(buffer, [Rollout(RolloutId(0), GroupId(0), RolloutStatus.PARTIAL, turns[:num_segments])])
             found = loaded(path)[1][0]
-            assert [each.sampled for each in found.segments] == [each.sampled for each in turns[:num_segments]]
+            expected = [segment.sampled for segment in turns[:num_segments]]
+            assert [segment.sampled for segment in found.segments] == expected
             for name in ("token_ids", "logprobs", "weight_versions"):
                 for one, other in zip(found.segments, turns, strict=False):
                     np.testing.assert_array_equal(getattr(one.tokens, name), getattr(other.tokens, name))
 
 
-def test_rollouts_that_are_gone_leave_nothing_behind(path: Path) -> None:
+def test_closed_rollouts_are_deleted_with_their_tokens(path: Path) -> None:
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(index, 5) for index in range(8)], num_batches=1)
         save(buffer, [rollout(index, 6) for index in range(4, 8)], num_batches=2)
@@ -157,8 +158,8 @@ def test_rollouts_that_are_gone_leave_nothing_behind(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_saves", [1, 3])
-def test_the_first_save_replaces_what_an_earlier_process_left(path: Path, num_saves: int) -> None:
-    """Also where it has nothing in flight: a rollout that begins again later must not find its old tokens."""
+def test_first_save_replaces_saves_of_earlier_processes(path: Path, num_saves: int) -> None:
+    """A first save without rollouts counts, too: a rollout that begins again later must not get its old tokens."""
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(0, 50), rollout(9, 50)], num_batches=1)
     with closing(PartialBuffer(path)) as buffer:
@@ -171,11 +172,11 @@ def test_the_first_save_replaces_what_an_earlier_process_left(path: Path, num_sa
     assert len(rollouts[0].generated) == 3
 
 
-def test_a_save_that_fails_changes_nothing_and_the_next_one_works(path: Path) -> None:
-    def broken(each: Rollout, start: int) -> list[Segment]:
-        if each.rollout_id == 1:
+def test_failed_save_changes_nothing_and_the_next_works(path: Path) -> None:
+    def broken(item: Rollout, start: int) -> list[Segment]:
+        if item.rollout_id == 1:
             raise KeyError("it has just ended")
-        return tokens_of(each, start)
+        return tokens_of(item, start)
 
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(0, 2), rollout(1, 2)], num_batches=1)
@@ -188,11 +189,11 @@ def test_a_save_that_fails_changes_nothing_and_the_next_one_works(path: Path) ->
     assert_same(loaded(path)[1][1], replace(rollout(1, 9), status=RolloutStatus.PARTIAL))
 
 
-def test_the_file_does_not_grow_with_the_number_of_saves(path: Path) -> None:
-    """Eight rollouts of up to 200 tokens at any time, in 3000 saves."""
+def test_file_size_does_not_grow_with_the_number_of_saves(path: Path) -> None:
+    """Save eight rollouts of up to 200 tokens 3000 times."""
 
     def size() -> int:
-        return sum(each.stat().st_size for each in path.parent.iterdir())
+        return sum(file.stat().st_size for file in path.parent.iterdir())
 
     def in_flight(at: int) -> list[Rollout]:
         return [rollout(lane + 8 * ((at + 25 * lane) // 200), (at + 25 * lane) % 200) for lane in range(8)]
@@ -207,13 +208,13 @@ def test_the_file_does_not_grow_with_the_number_of_saves(path: Path) -> None:
         assert len(loaded(path)[1]) == 8
 
 
-def test_a_file_that_is_something_else_or_damaged_is_one_line(path: Path) -> None:
+def test_file_that_is_no_database_is_refused(path: Path) -> None:
     path.write_bytes(b"not a database, but long enough to be looked at\n" * 100)
     with pytest.raises(StreamError, match=f"{path}: file is not a database"):
         PartialBuffer(path)
 
 
-def test_a_damaged_record_is_an_error_and_no_wrong_rollout(path: Path) -> None:
+def test_damaged_record_is_an_error(path: Path) -> None:
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(0, 5)])
         buffer._db.execute("UPDATE rollouts SET status = 'asleep'")
@@ -221,7 +222,7 @@ def test_a_damaged_record_is_an_error_and_no_wrong_rollout(path: Path) -> None:
             buffer.load()
 
 
-def test_damaged_tokens_are_an_error_and_no_wrong_tokens(path: Path) -> None:
+def test_damaged_tokens_are_an_error(path: Path) -> None:
     with closing(PartialBuffer(path)) as buffer:
         save(buffer, [rollout(0, 5)])
         (piece,) = buffer._db.execute("SELECT piece FROM tokens").fetchone()
@@ -232,7 +233,7 @@ def test_damaged_tokens_are_an_error_and_no_wrong_tokens(path: Path) -> None:
                 buffer.load()
 
 
-def test_a_missing_piece_is_an_error(path: Path) -> None:
+def test_missing_piece_is_an_error(path: Path) -> None:
     with closing(PartialBuffer(path)) as buffer:
         for length in (5, 9, 12):
             save(buffer, [rollout(0, length)])
@@ -245,18 +246,18 @@ def test_a_missing_piece_is_an_error(path: Path) -> None:
 
 
 def consistent(path: Path) -> int:
-    """The number of the save that was loaded; every part of it must be of that save."""
+    """Return the number of the loaded save; every part of the file must belong to this save."""
     state, rollouts = loaded(path)
     step = state.num_updates
-    assert state.generated_tokens == sum(len(each.generated) for each in rollouts.values())
-    assert [*rollouts] == [each.rollout_id for each in rollouts_at(step)]
+    assert state.generated_tokens == sum(len(item.generated) for item in rollouts.values())
+    assert [*rollouts] == [item.rollout_id for item in rollouts_at(step)]
     for expected in rollouts_at(step):
         assert_same(rollouts[expected.rollout_id], replace(expected, status=RolloutStatus.PARTIAL))
     return step
 
 
 def rollouts_at(step: int) -> list[Rollout]:
-    """Sixteen at a time, each 40 saves long, 5 tokens more at each."""
+    """Rollouts of save number `step`: 16 at a time, each for 40 saves, with 5 more tokens in each save."""
     lanes = [(lane, step + 3 * lane) for lane in range(16)]
     return sorted((rollout(lane + 16 * (at // 40), 5 * (at % 40)) for lane, at in lanes), key=lambda r: r.rollout_id)
 
@@ -267,7 +268,7 @@ def save_for_ever(buffer: PartialBuffer) -> None:
     while True:
         step += 1
         rollouts = rollouts_at(step)
-        generated = sum(len(each.generated) for each in rollouts)
+        generated = sum(len(item.generated) for item in rollouts)
         save(buffer, rollouts, num_updates=step, generated_tokens=generated)
         print(step, flush=True)
 
@@ -277,19 +278,19 @@ def start(role: str, path: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment, stdout=subprocess.PIPE)
 
 
-def test_a_killed_process_leaves_its_last_save_or_the_one_after(path: Path) -> None:
+def test_killed_process_leaves_its_last_save_or_the_next(path: Path) -> None:
     chance = random.Random(3)
     for _ in range(4):
         with start("save", path) as process:
             assert process.stdout
             reported = [int(process.stdout.readline()) for _ in range(chance.randint(1, 150))]
-            time.sleep(chance.uniform(0, 0.005))  # waits for nothing: else all die just after a report
+            time.sleep(chance.uniform(0, 0.005))  # not a wait: without it, every kill comes just after a report
             process.kill()
             reported += [int(line) for line in process.stdout if line.endswith(b"\n")]
         assert consistent(path) - reported[-1] in (0, 1)
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_was_saved(path: Path) -> None:
+def test_full_disk_is_one_line_and_keeps_the_last_save(path: Path) -> None:
     with start("fill", path) as process:
         assert process.stdout
         *steps, error = process.stdout.read().decode().splitlines()
@@ -298,7 +299,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_saved(path: Path) -> None:
     assert consistent(path) == int(steps[-1])
     with closing(PartialBuffer(path)) as buffer:  # there is room again
         rollouts = rollouts_at(7)
-        save(buffer, rollouts, num_updates=7, generated_tokens=sum(len(each.generated) for each in rollouts))
+        save(buffer, rollouts, num_updates=7, generated_tokens=sum(len(item.generated) for item in rollouts))
     assert consistent(path) == 7
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: what is generated, what is counted, and how they end."""
+"""Rollouts of several turns: segments, counts, restarts and endings."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ TURN = 3  # tokens of a turn
 
 
 class TurnGenerator(ScriptedGenerator):
-    """Every turn has `TURN` tokens and stops, or as many as it may have."""
+    """Generator whose turns stop after `TURN` tokens, or end at `max_tokens` if that is less."""
 
     def __init__(self) -> None:
-        super().__init__(lambda rollout: min(TURN, self.asked[RolloutId(rollout)].sampling.max_tokens))
-        self.asked: dict[RolloutId, GenerationRequest] = {}
+        super().__init__(lambda rollout: min(TURN, self.requests[RolloutId(rollout)].sampling.max_tokens))
+        self.requests: dict[RolloutId, GenerationRequest] = {}
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        self.asked |= {request.rollout_id: request for request in requests}
+        self.requests |= {request.rollout_id: request for request in requests}
         super().add(requests)
 
     def step(self) -> list[Completion]:
         return [
-            each
-            if len(each.generated) == self.asked[each.rollout_id].sampling.max_tokens
-            else replace(each, finish_reason=FinishReason.STOP)
-            for each in super().step()
+            completion
+            if len(completion.generated) == self.requests[completion.rollout_id].sampling.max_tokens
+            else replace(completion, finish_reason=FinishReason.STOP)
+            for completion in super().step()
         ]
 
 
 class Talking(CountingEnvironment):
-    """Says `text` after every turn but the last, whose response is worth 1."""
+    """Environment that answers `text` to every turn except the last, which gets reward 1."""
 
     def __init__(self, num_turns: int = 2, text: str = "78") -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def rollouts_of(actor: Actor) -> list[Rollout]:
     return list(actor.open_rollouts())
 
 
-def test_the_text_of_the_environment_is_a_segment_between_two_turns() -> None:
+def test_environments_text_is_a_segment_between_turns() -> None:
     actor, generator = new_actor(Talking())
     actor.admit(2)
     run(actor, 2 * TURN)
@@ -93,13 +93,13 @@ def test_the_text_of_the_environment_is_a_segment_between_two_turns() -> None:
         assert rollout.reward == 1.0
         assert [segment.sampled for segment in rollout.segments] == [False, True, False, True]
         assert [segment.tokens.token_ids.tolist() for segment in rollout.segments] == [[8], [0] * 3, [5, 6], [0] * 3]
-        asked = generator.asked[rollout.rollout_id]
-        assert asked.prompt_token_ids.tolist() == [8, 0, 0, 0, 5, 6]
-        assert asked.first_position == 3, "random numbers count on from the first turn"
-        assert asked.sampling.max_tokens == 50 - 3
+        request = generator.requests[rollout.rollout_id]
+        assert request.prompt_token_ids.tolist() == [8, 0, 0, 0, 5, 6]
+        assert request.first_position == 3, "random numbers continue from the first turn"
+        assert request.sampling.max_tokens == 50 - 3
 
 
-def test_between_turns_a_rollout_is_ungraded_and_then_in_flight_without_being_admitted() -> None:
+def test_next_turn_starts_without_admission() -> None:
     actor, _ = new_actor(Talking(), delay_of=lambda rollout: 2)
     actor.admit(2)
     run(actor, TURN)
@@ -110,7 +110,7 @@ def test_between_turns_a_rollout_is_ungraded_and_then_in_flight_without_being_ad
     assert (fleet.num_started, fleet.num_in_flight, fleet.num_ungraded) == (2, 2, 0)
 
 
-def test_all_turns_are_one_length() -> None:
+def test_length_of_a_rollout_covers_all_turns() -> None:
     actor, _ = new_actor(Talking(num_turns=3))
     actor.admit(2)
     run(actor, TURN + 1)
@@ -130,7 +130,7 @@ def test_all_turns_are_one_length() -> None:
         ({"max_length": 1 + TURN + 2 + TURN}, 2 * TURN),
     ],
 )
-def test_a_rollout_without_room_for_its_next_turn_is_worth_nothing(limits: dict[str, object], num_sampled: int) -> None:
+def test_rollout_without_room_for_its_next_turn_has_reward_0(limits: dict[str, object], num_sampled: int) -> None:
     class Deaf(Talking):
         def step(self, response: str) -> str | Grade:
             return "78"
@@ -142,10 +142,10 @@ def test_a_rollout_without_room_for_its_next_turn_is_worth_nothing(limits: dict[
         assert (rollout.status, rollout.finish_reason) == (RolloutStatus.FINISHED, FinishReason.LENGTH)
         assert rollout.reward == 0.0
         assert rollout.num_sampled == num_sampled
-        assert rollout.segments[-1].sampled, "text that nothing follows is left out"
+        assert rollout.segments[-1].sampled, "text without a turn after it is left out"
 
 
-def test_a_text_without_tokens_fails_its_rollout() -> None:
+def test_text_without_tokens_fails_its_rollout() -> None:
     actor, _ = new_actor(Talking(text=""))
     actor.admit(2)
     rollout = rollouts_of(actor)[0]
@@ -155,7 +155,7 @@ def test_a_text_without_tokens_fails_its_rollout() -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 3 * TURN))
-def test_a_restored_actor_goes_on_in_the_turn_it_was_in(steps: int) -> None:
+def test_restored_actor_continues_in_the_same_turn(steps: int) -> None:
     environment = Talking(num_turns=3)
     first, _ = new_actor(environment, delay_of=lambda rollout: rollout % 2)
     first.admit(2)

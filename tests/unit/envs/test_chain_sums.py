@@ -21,13 +21,13 @@ PERFECT = Flaws(blurt=0.0, slip=0.0, give_up=0.0)
 problems = st.builds(lambda seed, index: ChainSums(seed=seed).problem(index), st.integers(0, 99), st.integers(0, 10**9))
 
 
-def test_the_example_is_solved_as_documented() -> None:
+def test_documented_example_has_the_documented_solution() -> None:
     assert solution(EXAMPLE) == "a3,3b9,12c4,16=16"
     assert num_terms(EXAMPLE) == 3
 
 
 @given(problems)
-def test_a_problem_is_well_formed(problem: Problem) -> None:
+def test_problems_are_well_formed(problem: Problem) -> None:
     assert re.fullmatch(r"(?:[a-x][1-9])+:", problem.prompt)
     labels, digits = problem.prompt[:-1:2], problem.prompt[1::2]
     assert "abcdefghijklmnopqrstuvwx".startswith(labels)
@@ -43,8 +43,8 @@ def test_no_training_problem_is_held_out(problem: Problem) -> None:
     assert not is_held_out(problem.prompt)
 
 
-def test_training_and_held_out_prompts_are_disjoint_where_they_could_collide() -> None:
-    environment = ChainSums(max_terms=2)  # 81 prompts: 2000 draws see all of them that can be drawn
+def test_training_and_held_out_prompts_of_two_terms_are_disjoint() -> None:
+    environment = ChainSums(max_terms=2)  # 81 prompts; 2000 draws give every training prompt among them
     trained = {environment.problem(index).prompt for index in range(2000)}
     held_out = {problem.prompt for problem in environment.held_out_problems(200)}
     assert trained.isdisjoint(held_out)
@@ -56,14 +56,15 @@ def test_about_one_prompt_in_eight_is_held_out() -> None:
     assert 0.09 < sum(map(is_held_out, prompts)) / len(prompts) < 0.16
 
 
-def test_held_out_problems_do_not_depend_on_the_seed_and_a_longer_list_begins_with_a_shorter_one() -> None:
+def test_held_out_problems_depend_on_neither_seed_nor_number() -> None:
+    """A longer list begins with the shorter one."""
     many = ChainSums(seed=1).held_out_problems(300)
     assert ChainSums(seed=2).held_out_problems(300) == many
     assert ChainSums(seed=2).held_out_problems(100) == many[:100]
     assert all(is_held_out(problem.prompt) for problem in many)
 
 
-def test_held_out_prompts_repeat_only_where_the_space_is_too_small() -> None:
+def test_only_short_held_out_prompts_repeat() -> None:
     counts = Counter(problem.prompt for problem in ChainSums().held_out_problems(512))
     repeated = {prompt for prompt, count in counts.items() if count > 1}
     assert all(len(prompt) <= len("a1b1c1:") for prompt in repeated)
@@ -94,31 +95,31 @@ def test_the_number_of_terms_is_zipf_distributed(held_out: bool) -> None:
 
 
 @given(st.integers(0, 50), st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
-def test_a_problem_is_a_function_of_seed_and_index(seed: int, indices: list[int]) -> None:
+def test_problems_depend_on_seed_and_index_only(seed: int, indices: list[int]) -> None:
     environment = ChainSums(seed=seed)
     in_order = [environment.problem(index) for index in indices]
     assert [ChainSums(seed=seed).problem(index) for index in reversed(indices)] == in_order[::-1]
 
 
 def test_problems_never_change_between_versions() -> None:
-    """A resumed run, and a published result, rely on the same index meaning the same problem."""
+    """Resumed runs and published results rely on every index giving the same problem."""
     assert ChainSums(seed=0).problem(0).prompt == "a3b4c8d4:"
 
 
-def test_seeds_and_indices_give_other_problems() -> None:
+def test_seeds_and_indices_give_different_problems() -> None:
     first = [ChainSums(seed=0, min_terms=8).problem(index).prompt for index in range(100)]
     second = [ChainSums(seed=1, min_terms=8).problem(index).prompt for index in range(100)]
     assert len({*first, *second}) == 200
 
 
-def test_min_and_max_terms_are_kept() -> None:
+def test_numbers_of_terms_stay_in_the_given_range() -> None:
     environment = ChainSums(min_terms=5, max_terms=6)
     drawn = [environment.problem(index) for index in range(100)] + environment.held_out_problems(100)
     assert {num_terms(problem) for problem in drawn} == {5, 6}
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 24), (5, 4), (2, 27)])
-def test_impossible_lengths_are_refused_with_advice(low: int, high: int) -> None:
+def test_wrong_numbers_of_terms_are_refused_with_advice(low: int, high: int) -> None:
     with pytest.raises(RecipeError, match="would work"):
         ChainSums(min_terms=low, max_terms=high)
 
@@ -127,7 +128,7 @@ def test_impossible_lengths_are_refused_with_advice(low: int, high: int) -> None
 
 
 @pytest.mark.parametrize("response", ["a3,3b9,12c4,16=16", "=16", "a3,4=16", "=15=16"])
-def test_the_final_answer_is_all_that_counts(response: str) -> None:
+def test_right_final_answer_is_right(response: str) -> None:
     assert ChainSums().grade(EXAMPLE, response).reward == 1.0
 
 
@@ -150,25 +151,25 @@ def test_the_final_answer_is_all_that_counts(response: str) -> None:
         "=16.0",
     ],
 )
-def test_everything_else_is_wrong(response: str) -> None:
+def test_other_responses_are_wrong(response: str) -> None:
     assert ChainSums().grade(EXAMPLE, response).reward == 0.0
 
 
 @given(problems, st.one_of(st.text(), st.text("0123456789abc,:=")))
-def test_no_response_is_an_error(problem: Problem, response: str) -> None:
+def test_grade_never_raises(problem: Problem, response: str) -> None:
     reward = ChainSums().grade(problem, response).reward
     assert reward == (1.0 if response == f"={problem.answer}" or response.endswith(f"={problem.answer}") else 0.0)
 
 
 @given(problems)
-def test_a_solution_is_right_and_shows_its_steps(problem: Problem) -> None:
+def test_solution_is_right_and_shows_steps(problem: Problem) -> None:
     grade = ChainSums().grade(problem, solution(problem))
     assert grade.reward == 1.0
     assert grade.components == {"accuracy": 1.0, "shows_steps": 1.0}
     assert ChainSums().grade(problem, f"={problem.answer}").components == {"accuracy": 1.0, "shows_steps": 0.0}
 
 
-def test_it_is_a_graded_task() -> None:
+def test_chain_sums_implement_the_protocol() -> None:
     task: GradedTask = ChainSums()
     assert len(task.held_out_problems(3)) == 3
 
@@ -177,7 +178,7 @@ def test_it_is_a_graded_task() -> None:
 
 
 @given(problems, st.randoms(use_true_random=False))
-def test_a_perfect_demonstration_is_the_solution(problem: Problem, rng: random.Random) -> None:
+def test_demonstration_without_flaws_is_the_solution(problem: Problem, rng: random.Random) -> None:
     assert demonstration(problem, rng, PERFECT) == solution(problem)
 
 
@@ -187,7 +188,7 @@ def test_every_demonstration_ends_with_an_answer(problem: Problem, rng: random.R
 
 
 @given(problems, st.randoms(use_true_random=False))
-def test_a_slip_is_always_wrong_and_is_carried_on(problem: Problem, rng: random.Random) -> None:
+def test_slip_is_wrong_and_carries_over(problem: Problem, rng: random.Random) -> None:
     response = demonstration(problem, rng, Flaws(blurt=0.0, slip=1.0, give_up=0.0))
     totals = [0, *map(int, re.findall(r",(\d+)", response))]
     numbers = map(int, problem.prompt[1::2])
@@ -197,13 +198,13 @@ def test_a_slip_is_always_wrong_and_is_carried_on(problem: Problem, rng: random.
 
 
 @given(problems, st.randoms(use_true_random=False))
-def test_giving_up_leaves_steps_out(problem: Problem, rng: random.Random) -> None:
+def test_giving_up_leaves_out_steps(problem: Problem, rng: random.Random) -> None:
     response = demonstration(problem, rng, Flaws(blurt=0.0, slip=0.0, give_up=1.0))
     assert re.fullmatch(r"a[1-9],[1-9]=[1-9]\d*", response)
     assert solution(problem).startswith(response.partition("=")[0])
 
 
-def test_demonstrations_have_the_flaws_that_were_asked_for() -> None:
+def test_demonstrations_have_flaws_at_the_given_rates() -> None:
     environment, rng = ChainSums(), random.Random(0)
     drawn = [environment.problem(index) for index in range(4000)]
     responses = [demonstration(problem, rng) for problem in drawn]

@@ -1,4 +1,4 @@
-"""Chain sums in turns: what is said, and what it is worth."""
+"""Chain sums in turns: the texts of the turns, and their grades."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def episode(responses: list[str]) -> list[str | Grade]:
     return [environment.reset(EXAMPLE), *(environment.step(response) for response in responses)]
 
 
-def test_every_right_turn_is_followed_by_the_next() -> None:
-    ended = episode(["a3,3b9,12=12", "=18", "=20"])
-    assert ended == ["a3b9:", "c4d2:", "e1f1:", Grade(1.0, {"accuracy": 1.0})]
+def test_right_turn_leads_to_the_next_turn() -> None:
+    answers = episode(["a3,3b9,12=12", "=18", "=20"])
+    assert answers == ["a3b9:", "c4d2:", "e1f1:", Grade(1.0, {"accuracy": 1.0})]
 
 
 @pytest.mark.parametrize(("responses", "reward"), [(["=11"], 0.0), (["12"], 0.0), (["=12", "=6"], 1 / 3)])
-def test_a_wrong_turn_ends_the_episode(responses: list[str], reward: float) -> None:
+def test_wrong_turn_ends_the_episode(responses: list[str], reward: float) -> None:
     assert episode(responses)[-1] == Grade(reward, {"accuracy": 0.0})
 
 
-def test_problems_are_repeatable_and_held_out_ones_apart() -> None:
+def test_problems_are_reproducible_and_split() -> None:
     environment = RunningSums(seed=3, num_turns=2)
     assert isinstance(environment, Environment)
     for index in range(50):
@@ -44,16 +44,16 @@ def test_problems_are_repeatable_and_held_out_ones_apart() -> None:
     assert all(is_held_out(problem.prompt) for problem in held_out)
 
 
-def test_episodes_of_one_environment_do_not_disturb_each_other() -> None:
+def test_episodes_of_one_environment_are_independent() -> None:
     environment = RunningSums(num_turns=3)
     episodes = [copy.copy(environment) for _ in range(2)]
-    for each in episodes:
-        each.reset(EXAMPLE)
+    for copied in episodes:
+        copied.reset(EXAMPLE)
     assert episodes[0].step("=12") == "c4d2:"
     assert episodes[1].step("=13") == Grade(0.0, {"accuracy": 0.0})
     assert episodes[0].step("=18") == "e1f1:"
 
 
-def test_options_out_of_range_are_refused() -> None:
-    with pytest.raises(RecipeError, match="num_turns = 20 times terms_per_turn = 2 terms is not in 2 to 26"):
+def test_too_many_terms_are_refused() -> None:
+    with pytest.raises(RecipeError, match="num_turns = 20 times terms_per_turn = 2 is out of range; 2 to 26"):
         RunningSums(num_turns=20)

@@ -1,4 +1,4 @@
-"""An evaluation counts the problems there were, and says nothing about those there were not."""
+"""Evaluations with few or no held-out problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midflight.types import Problem, SamplingParams
 
 
 class Few(CountingEnvironment):
-    """Has `num_held_out` held-out problems, however many are asked for."""
+    """Environment with at most `num_held_out` held-out problems."""
 
     num_held_out = 0
 
@@ -26,12 +26,12 @@ def evaluation_of(num_held_out: int) -> Evaluation:
     return evaluate(evaluator, SamplingParams(max_tokens=8), num_problems=512, hard_from=5)
 
 
-def test_the_problems_that_there_were_are_counted() -> None:
+def test_evaluation_counts_the_problems_it_got() -> None:
     evaluation = evaluation_of(3)
     assert (evaluation.num_problems, evaluation.sampled_accuracy, evaluation.mean_length) == (3, 1.0, 3.0)
 
 
-def test_no_problems_have_no_accuracy() -> None:
+def test_accuracy_without_problems_is_none() -> None:
     evaluation = evaluation_of(0)
     figures = ("sampled_accuracy", "greedy_accuracy", "sampled_accuracy_hard", "mean_length")
     assert [asdict(evaluation)[name] for name in figures] == [None] * 4

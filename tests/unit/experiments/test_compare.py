@@ -91,8 +91,11 @@ WRONG = [
     (["--seconds", "0"], "--seconds: should be greater than 0, got 0"),
     (["--seconds", "nan"], "--seconds: should be greater than 0, got nan"),
     (["--steps", "0"], "--steps: should be at least 1, got 0"),
-    (["--steps", "5", "--seconds", "5"], "--seconds and --steps: one of them at a time"),
-    (["--schedules", "april", "--losses", "grpo"], "--schedules and --losses: one of them at a time"),
+    (["--steps", "5", "--seconds", "5"], "--seconds and --steps cannot be used together; remove one of them"),
+    (
+        ["--schedules", "april", "--losses", "grpo"],
+        "--schedules and --losses cannot be used together; remove one of them",
+    ),
     (["--losses", "grpo,ppo"], "loss.type = 'ppo' learns a value function"),
     (["--losses", "grpo,grpo:clip_high=0.2"], "'grpo' and 'grpo:clip_high=0.2' are the same loss"),
     (["--losses", "sarsa"], "loss.type: there is no 'sarsa'"),

@@ -1,4 +1,4 @@
-"""What is refused of a recipe for DeepSpeed, with and without the package."""
+"""Recipes that are refused for DeepSpeed, with and without the package."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def check(monkeypatch: pytest.MonkeyPatch, *overrides: str, installed: bool = Tr
     check_recipe(load_recipe(RECIPE, [DEEPSPEED, *overrides]))
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtraError, match=r"midflight\[deepspeed\]"):
         check(monkeypatch, installed=False)
 
 
-def test_zero_3_has_no_older_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_3_refuses_an_older_proximal_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError) as raised:
         check(monkeypatch, ZERO_3, *PROXIMAL)
     assert str(raised.value) == (
         "loss.proximal_every = 4 needs an older policy, which trainer.zero_stage = 3 does not keep;"
-        " 1, trainer.zero_stage = 2, or trainer.type = 'fsdp' would work"
+        " loss.proximal_every = 1, trainer.zero_stage = 2 or trainer.type = 'fsdp' would work"
     )
 
 
 @pytest.mark.parametrize("overrides", [(), PROXIMAL, (ZERO_3, PROXIMAL[0], "loss.proximal_every=1")])
-def test_everything_else_is_fine(monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]) -> None:
+def test_other_recipes_pass(monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]) -> None:
     check(monkeypatch, *overrides)
 
 
-def test_a_change_of_backend_forgets_the_stage(tmp_path: Path) -> None:
-    """A run that goes on with another one has the stage in its recipe."""
+def test_change_of_trainer_drops_the_zero_stage(tmp_path: Path) -> None:
+    """The recipe of a resumed run has the stage, also if the run resumes with another trainer."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "model"\n[trainer]\ntype = "deepspeed"\nzero_stage = 3\n')
     kept = load_recipe(recipe, [DEEPSPEED]).trainer

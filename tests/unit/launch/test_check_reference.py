@@ -1,4 +1,4 @@
-"""A reference model that does not fit is known before anything starts."""
+"""A reference model that does not fit is refused before a process starts."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def check(*overrides: str) -> None:
     check_recipe(load_recipe(RECIPE, ["loss.kl_coefficient=0.01", *overrides]))
 
 
-def test_a_reference_that_fits() -> None:
+def test_fitting_reference_passes() -> None:
     check()
     check(f"reference.path={MODEL}")
 
 
-def test_another_vocabulary(other_model: Path) -> None:
+def test_reference_with_another_vocabulary_is_refused(other_model: Path) -> None:
     with pytest.raises(ModelError) as raised:
         check(f"reference.path={other_model}")
     assert str(raised.value) == (
-        f"reference.path: {other_model} has a vocabulary of 50 tokens, and that of model.path = {MODEL} has 44: their"
+        f"reference.path: {other_model} has a vocabulary of 50 tokens, but model.path = {MODEL} has 44: their"
         " probabilities cannot be compared"
     )
 
 
-def test_a_directory_that_is_none(tmp_path: Path) -> None:
+def test_wrong_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"reference\.path: there is no directory .*/nothing"):
         check(f"reference.path={tmp_path / 'nothing'}")
     with pytest.raises(
@@ -50,19 +50,19 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
         check(f"reference.path={tmp_path}")
 
 
-def test_one_reference_is_enough() -> None:
+def test_path_and_url_together_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"are two reference models; either one would work"):
         check(f"reference.path={MODEL}", "reference.url=http://127.0.0.1:9")
 
 
-def test_a_url_that_is_none() -> None:
+def test_wrong_url_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"reference\.url: .*pattern"):
         check("reference.url=localhost:8000")
 
 
-def test_nobody_at_the_url() -> None:
+def test_unreachable_url_is_refused() -> None:
     url = "http://127.0.0.1:9"
     with pytest.raises(RecipeError, match=rf"^reference\.url: {url} cannot be reached: .*refused"):
         check(f"reference.url={url}")
-    # To evaluate what came of a run takes no reference.
+    # Evaluation needs no reference.
     check_evaluation(load_recipe(RECIPE, ["loss.kl_coefficient=0.01", f"reference.url={url}"]))

@@ -1,4 +1,4 @@
-"""Implementations of the user's own: each works where a built-in one does; one that cannot is refused with one line."""
+"""The user's own implementations: each works in place of a built-in one; a wrong one is refused in one line."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from midflight.types import GenerationRequest, RolloutId, SamplingParams, Tensor
 ROOT = Path(__file__).parents[3]
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
 JOINTS = {
-    "schedule.type": ("Schedule", "num_to_admit, no should_abort, no choose_batch, no should_update_weights"),
-    "task.type": ("Environment", "problem, no held_out_problems, no grade"),
-    "engine.type": ("Generator", "weight_version, no num_in_flight, no num_engines, no update_pending, no add"),
-    "streams.type": ("Stream", "append, no append_many, no read, no trim, no skip_to, no next_offset, no close"),
-    "weights.type": ("WeightTransport", "sender, no receiver"),
-    "metrics.sinks": ("MetricsSink", "write, no close"),
+    "schedule.type": ("Schedule", "num_to_admit, should_abort, choose_batch, should_update_weights"),
+    "task.type": ("Environment", "problem, held_out_problems, grade"),
+    "engine.type": ("Generator", "weight_version, num_in_flight, num_engines, update_pending, add"),
+    "streams.type": ("Stream", "append, append_many, read, trim, skip_to, next_offset, close"),
+    "weights.type": ("WeightTransport", "sender, receiver"),
+    "metrics.sinks": ("MetricsSink", "write, close"),
 }
 
 
@@ -65,39 +65,39 @@ def refusal(*overrides: str) -> str:
         ("own_parts:number", "'own_parts:number' is of type int, not a class or function"),
     ],
 )
-def test_a_path_to_nothing_is_one_clear_line(key: str, path: str, message: str) -> None:
+def test_wrong_import_path_is_one_line(key: str, path: str, message: str) -> None:
     assert refusal(override(key, path)) == f"{key}: {message}"
 
 
 @pytest.mark.parametrize("key", JOINTS)
-def test_a_class_without_the_protocols_members_is_refused_with_their_names(key: str) -> None:
+def test_class_without_the_protocols_members_is_refused(key: str) -> None:
     protocol, missing = JOINTS[key]
-    said = refusal(override(key, "own_parts:Nothing"))
-    assert said.startswith(f"{key}: 'own_parts:Nothing' is no {protocol}: it has no ")
-    assert missing in said
+    message = refusal(override(key, "own_parts:Nothing"))
+    assert message.startswith(f"{key}: 'own_parts:Nothing' does not implement {protocol}: it lacks ")
+    assert missing in message
 
 
 @pytest.mark.parametrize("section", ["schedule", "engine", "streams", "weights", "advantage", "loss"])
-def test_an_unknown_name_is_refused_with_the_known_ones(section: str) -> None:
-    said = refusal(f"{section}.type=magic")
-    assert re.fullmatch(rf"{section}\.type: there is no 'magic'; known are .+, package\.module:name", said)
+def test_unknown_name_is_refused_with_the_known_names(section: str) -> None:
+    message = refusal(f"{section}.type=magic")
+    assert re.fullmatch(rf"{section}\.type: there is no 'magic'; known are .+, package\.module:name", message)
 
 
-def test_options_that_are_not_taken_are_one_clear_line() -> None:
-    said = refusal("schedule.type=own_parts:InTurns", "schedule.options.sideways=true")
-    assert said == ("schedule.options: own_parts:InTurns: got an unexpected keyword argument 'sideways'")
+def test_unknown_options_are_one_line() -> None:
+    message = refusal("schedule.type=own_parts:InTurns", "schedule.options.sideways=true")
+    assert message == ("schedule.options: own_parts:InTurns: got an unexpected keyword argument 'sideways'")
     assert refusal("weights.type=own_parts:OwnDirectory").endswith("missing a required argument: 'name'")
     assert "'sideways'" in refusal("metrics.sinks=[{type = 'own_parts:TextSink', options = {sideways = 1}}]")
     assert "'sideways'" in refusal("advantage.type=own_parts:centered", "advantage.options.sideways=1")
 
 
-def test_a_schedule_that_cannot_be_made_is_one_clear_line() -> None:
-    said = refusal("schedule.type=own_parts:Raises")
-    assert said.startswith("schedule.type: own_parts:Raises, the constructor: LookupError: no such table (")
-    assert re.search(r"own_parts\.py:\d+\)$", said)
+def test_error_of_a_schedules_constructor_is_one_line() -> None:
+    message = refusal("schedule.type=own_parts:Raises")
+    assert message.startswith("schedule.type: own_parts:Raises, the constructor: LookupError: no such table (")
+    assert re.search(r"own_parts\.py:\d+\)$", message)
 
 
-def test_members_of_a_protocol_include_attributes_and_those_it_inherits() -> None:
+def test_members_of_a_protocol_include_attributes_and_inherited_members() -> None:
     class Base(Protocol):
         name: str
 
@@ -118,7 +118,7 @@ class Declared:
     max_in_flight: int
 
 
-def test_attributes_may_be_declared_or_assigned_by_the_constructor() -> None:
+def test_members_may_be_declared_or_assigned_in_the_constructor() -> None:
     joint: Joint[Schedule] = Joint("schedule.type", {}, Schedule)
     with pytest.raises(RecipeError) as raised:
         joint._check_members("here:Declared", Declared)
@@ -127,24 +127,24 @@ def test_attributes_may_be_declared_or_assigned_by_the_constructor() -> None:
     assert isinstance(joint.make("own_parts:InTurns", {"batch_size": 2, "seed": 1}, {}).colocated, bool)
 
 
-def test_a_built_in_schedule_goes_the_same_way() -> None:
+def test_built_in_schedule_gets_the_batch_and_its_options() -> None:
     schedule = recipe_schedule(load_recipe(RECIPE, ["schedule.max_lag=2", "batch.batch_size=16"]))
     assert schedule == PipelineSchedule(16, 64, 16 * 3, 2)
 
 
-def test_an_environment_needs_no_seed() -> None:
+def test_environment_needs_no_seed() -> None:
     recipe = load_recipe(RECIPE, ["task.type=midflight.testing.fakes:CountingEnvironment"])
     assert isinstance(build_environment(recipe), CountingEnvironment)
 
 
-def test_ones_own_advantage_gets_its_options() -> None:
+def test_own_advantage_gets_its_options() -> None:
     recipe = load_recipe(RECIPE, ["advantage.type=own_parts:centered", "advantage.options.scale=2.0"])
     advantage = build_advantage(recipe)
     assert advantage is not None
     assert advantage(np.array([0.0, 1.0, 1.0])).tolist() == [-2, 0, 0]
 
 
-def test_ones_own_engine_generates_what_the_one_it_wraps_does(tmp_path: Path) -> None:
+def test_own_engine_generates_like_the_engine_it_wraps(tmp_path: Path) -> None:
     log = tmp_path / "log"
     own = ["engine.type=own_parts:logging_engine", f"engine.options.log={log}", "engine.threads=1"]
     path = load_recipe(RECIPE).model.path
@@ -153,13 +153,13 @@ def test_ones_own_engine_generates_what_the_one_it_wraps_does(tmp_path: Path) ->
     generated = []
     for overrides in ([], own):
         engine = build_engine(load_recipe(RECIPE, overrides), load_config(path), weights, max_num_seqs=2, version=5)
-        requests = [GenerationRequest(RolloutId(i), each, SamplingParams(6), 0) for i, each in enumerate(prompts)]
+        requests = [GenerationRequest(RolloutId(i), prompt, SamplingParams(6), 0) for i, prompt in enumerate(prompts)]
         engine.add(requests)
         completions = []
         while engine.num_in_flight:
             completions += engine.step()
         assert engine.weight_version == 5
-        generated.append({each.rollout_id: each.generated.token_ids.tolist() for each in completions})
+        generated.append({done.rollout_id: done.generated.token_ids.tolist() for done in completions})
     assert generated[0] == generated[1]
     assert log.read_text() == "chain_sums 2\n"
 
@@ -168,7 +168,7 @@ def run_of(tmp_path: Path, *overrides: str) -> RunDirectory:
     return create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", *overrides]))
 
 
-def test_ones_own_streams_get_what_they_name(tmp_path: Path) -> None:
+def test_own_streams_get_the_arguments_they_name(tmp_path: Path) -> None:
     run = run_of(tmp_path, "streams.type=own_parts:CountedStream", "streams.options.suffix=.count")
     recipe = load_recipe(run.config)
     with closing(open_batches(run, recipe)) as batches, closing(open_groups(run, recipe)) as groups:
@@ -178,7 +178,7 @@ def test_ones_own_streams_get_what_they_name(tmp_path: Path) -> None:
     assert run.groups.exists()
 
 
-def test_ones_own_transport_carries_weights(tmp_path: Path) -> None:
+def test_own_transport_carries_weights(tmp_path: Path) -> None:
     run = run_of(tmp_path, "weights.type=own_parts:OwnDirectory", "weights.options.name=mine")
     transport = build_transport(load_recipe(run.config), run, tmp_path / "shared", print)
     with closing(transport.sender()) as sender:
@@ -189,7 +189,7 @@ def test_ones_own_transport_carries_weights(tmp_path: Path) -> None:
     assert (run.path / "mine").is_dir()
 
 
-def test_every_sink_gets_every_line_and_one_that_fails_costs_nothing(tmp_path: Path) -> None:
+def test_failing_sink_does_not_affect_the_others(tmp_path: Path) -> None:
     sinks = (
         "metrics.sinks=['own_parts:TextSink', {type = 'own_parts:TextSink', options = {name = 'more'}},"
         " 'own_parts:FailingSink']"
@@ -204,8 +204,8 @@ def test_every_sink_gets_every_line_and_one_that_fails_costs_nothing(tmp_path: P
     assert noted == ["metrics sink own_parts:FailingSink failed and gets no more lines: ConnectionError: nobody there"]
 
 
-def test_ones_own_schedule_is_simulated() -> None:
-    """It decides as conventional RL does."""
+def test_own_schedule_is_simulated() -> None:
+    """The schedule of the test decides like the conventional one, so the results are equal."""
     small = ["batch.batch_size=64", "lengths.max=64", "simulation.num_steps=30", "simulation.num_warm_up_steps=0"]
     scenario = ROOT / "scenarios" / "paper.toml"
     own, conventional = (

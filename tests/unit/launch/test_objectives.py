@@ -1,4 +1,4 @@
-"""From a recipe's [loss] to the objective: names, options, and a function of the user's own."""
+"""From a recipe's [loss] to the objective: names, options, and the user's own function."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recipe_of(tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def three_tokens() -> LossInputs:
-    """Ratios 2, 0.5 and 8, advantages 1, -1 and -1, each a sequence that weighs 1."""
+    """Three sequences of one token: ratios 2, 0.5 and 8, advantages 1, -1 and -1, token weights 1."""
     behavior = torch.tensor([-2.0, -1.0, -3.0], dtype=torch.float64)
     return LossInputs(
         (behavior + torch.tensor([2.0, 0.5, 8.0], dtype=torch.float64).log()).requires_grad_(),
@@ -78,7 +78,7 @@ def gradient_of(recipe: Recipe) -> list[float]:
         (["loss.type=decoupled_ppo", "loss.clip_high=1.5", "loss.max_ratio=9"], [-2, 0, 8]),
     ],
 )
-def test_a_recipes_options_reach_the_loss(
+def test_options_of_the_recipe_reach_the_loss(
     recipe_of: Callable[..., Recipe], overrides: list[str], expected: list[float]
 ) -> None:
     assert gradient_of(recipe_of(*overrides)) == pytest.approx(expected)
@@ -103,7 +103,7 @@ def test_each_loss_has_the_denominator_of_its_paper(
     assert chosen.denominator == "constant"
 
 
-def test_everything_that_is_added_to_a_loss_reaches_the_objective(recipe_of: Callable[..., Recipe]) -> None:
+def test_options_of_the_added_terms_reach_the_objective(recipe_of: Callable[..., Recipe]) -> None:
     objective = build_objective(
         recipe_of(
             "loss.type=decoupled_ppo", "loss.max_ratio=3", "loss.token_mask=[0.5, 2]", "loss.sequence_mask=[0.9, 1.2]",
@@ -134,7 +134,7 @@ def custom(function: str, options: str = "{}") -> list[str]:
     return [f"loss.type={function}", f"loss.options={options}"]
 
 
-def test_a_function_of_ones_own_is_a_loss(recipe_of: Callable[..., Recipe]) -> None:
+def test_own_function_works_as_loss(recipe_of: Callable[..., Recipe]) -> None:
     recipe = recipe_of(*custom("losses_of_mine:likelihood", "{scale = 2.0}"), "loss.kl_coefficient=0")
     assert gradient_of(recipe) == [-2, -2, -2]
     assert recipe.loss.needs_every_token
@@ -144,7 +144,7 @@ def test_a_function_of_ones_own_is_a_loss(recipe_of: Callable[..., Recipe]) -> N
     assert output.loss.item() == 3
 
 
-def test_whatever_is_added_is_added_to_ones_own_loss_too(recipe_of: Callable[..., Recipe]) -> None:
+def test_terms_are_added_to_an_own_loss_too(recipe_of: Callable[..., Recipe]) -> None:
     recipe = recipe_of(*custom("losses_of_mine:likelihood", "{scale = 0.0}"), "loss.entropy_coefficient=0.5")
     inputs = three_tokens()
     entropy = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_whatever_is_added_is_added_to_ones_own_loss_too(recipe_of: Callable[...
         ("losses_of_mine:number", "{}", "loss.type: 'losses_of_mine:number' is of type int, not a class or function"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_one_clear_line(
+def test_wrong_function_is_one_line(
     recipe_of: Callable[..., Recipe], function: str, options: str, message: str
 ) -> None:
     with pytest.raises(RecipeError) as raised:
@@ -172,12 +172,12 @@ def test_a_function_that_cannot_be_used_is_one_clear_line(
 
 
 @pytest.mark.parametrize("function", ["losses_of_mine", "losses_of_mine.likelihood", ":likelihood", "a:b:c", "a-b:c"])
-def test_what_is_no_import_path_is_refused_with_the_recipe(recipe_of: Callable[..., Recipe], function: str) -> None:
+def test_wrong_import_path_is_refused_with_the_recipe(recipe_of: Callable[..., Recipe], function: str) -> None:
     with pytest.raises(RecipeError, match=r"^loss\.type: "):
         recipe_of(*custom(function))
 
 
-def test_a_loss_that_is_not_there_is_known_before_anything_starts() -> None:
+def test_missing_loss_is_refused_before_a_process_starts() -> None:
     demo = SHIPPED_RECIPES["cpu_demo"]
     recipe = load_recipe(demo, ["loss.type=losses_of_mine:nothing"])
     with pytest.raises(RecipeError, match=r"loss\.type: cannot import 'losses_of_mine:nothing'"):

@@ -1,4 +1,4 @@
-"""A task of the user's own that cannot work is one line that says where, before a process is started."""
+"""A user's task that cannot work is refused before a process starts, in one line that names the place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 class Task:
-    """Every prompt is `prompt`; it takes no seed."""
+    """Task whose prompts are all `prompt`, and which takes no seed."""
 
     prompt, answer = "a1:", "1"
 
@@ -88,14 +88,14 @@ def recipe(task: type | str, *overrides: str) -> Recipe:
 
 
 @pytest.mark.parametrize("task", [TakesSeed, TakesAnything])
-def test_a_class_that_takes_a_seed_gets_the_runs(task: type) -> None:
+def test_class_with_a_seed_parameter_gets_the_runs_seed(task: type) -> None:
     for options, seed in ((["run.seed=7"], 7), (["run.seed=7", "task.options.seed=9"], 9)):
         environment: Any = build_environment(recipe(task, *options))
         assert environment.seed == seed
 
 
 @pytest.mark.parametrize("task", [Task, SpecialTokens])
-def test_a_task_that_works_passes(task: type) -> None:
+def test_working_task_passes(task: type) -> None:
     check_evaluation(recipe(task))
 
 
@@ -106,34 +106,34 @@ def test_a_task_that_works_passes(task: type) -> None:
         (NotAList, r"NotAList.held_out_problems\(64\) returned a NoneType, not a list"),
         (NotProblems, r"NotProblems.held_out_problems\(64\) returned a str, not a Problem"),
         (NumberAsAnswer, r"held_out_problems\(64\) returned a Problem whose answer is 1, not of type str"),
-        (NoHeldOutProblems, r"NoHeldOutProblems' is no Environment: it has no held_out_problems$"),
-        (LongPrompt, r"engine.max_prompt_tokens = 64 is less than a prompt of .* needs: 80"),
+        (NoHeldOutProblems, r"NoHeldOutProblems' does not implement Environment: it lacks held_out_problems$"),
+        (LongPrompt, r"engine.max_prompt_tokens = 64 is too small: a prompt of .* has 80 tokens"),
         (TakesPath, r"^task.options: .*TakesPath: missing a required argument: 'path'$"),
         ("json:decoder", r"'json:decoder' is of type module, not a class"),
     ],
 )
-def test_what_does_not_work_is_said(task: type | str, message: str) -> None:
+def test_broken_task_is_refused_with_the_reason(task: type | str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         check_evaluation(recipe(task))
 
 
-def test_an_option_that_the_class_does_not_take() -> None:
+def test_unknown_option_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"^task.options: .*Task: got an unexpected keyword argument 'color'$"):
         build_environment(recipe(Task, "task.options.color=1"))
 
 
-def test_an_error_of_the_constructor_has_a_place() -> None:
+def test_error_of_the_constructor_names_its_place() -> None:
     with pytest.raises(RecipeError, match=r"the constructor: FileNotFoundError: .*'/nowhere' \(.*test_task_check.py:"):
         build_environment(recipe(TakesPath, "task.options.path=/nowhere"))
 
 
-def test_an_error_of_the_module_has_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_module_names_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_task.py").write_text("import json\n\njson.loads('{')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RecipeError, match=r"^task.type: cannot import 'broken_task:Task': JSONDecodeError: .*:3\)$"):
         build_environment(recipe("broken_task:Task"))
 
 
-def test_the_tokenizer_must_be_able_to_write_a_prompt() -> None:
-    with pytest.raises(ModelError, match=r"cannot write .*UnknownCharacter's 'a1¿:': it has no ¿"):
+def test_prompt_that_the_tokenizer_cannot_encode_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"cannot encode .*'a1¿:' of .*UnknownCharacter: it has no token for ¿"):
         check_evaluation(recipe(UnknownCharacter))

@@ -1,4 +1,4 @@
-"""LossInputs in float64 from what a test cares about."""
+"""Factory of LossInputs from the tensors that a test sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midflight.losses.inputs import LossInputs
 
 @pytest.fixture
 def inputs_of() -> Callable[..., LossInputs]:
-    """Sequences of these lengths, one of all tokens if none are given; every token weighs 1 / tokens."""
+    """Make inputs with sequences of `lengths`, by default one sequence; every token weighs 1 / tokens."""
 
     def make(
         policy: Tensor, behavior: Tensor, advantages: Tensor, lengths: Sequence[int] | None = None, **others: Any

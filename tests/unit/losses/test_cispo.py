@@ -1,4 +1,4 @@
-"""Clipped importance weights, by hand: they bound the gradient and never stop it."""
+"""CISPO matches hand-computed values: clipped importance weights bound the gradient and never stop it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_three_tokens_by_hand(inputs_of: Callable[..., LossInputs], sign: int) -> None:
-    """Ratios 2, 0.5 and 1.1 in [0.7, 1.4] are 1.4, 0.7 and 1.1 whatever the advantage's sign.
+def test_loss_and_gradient_match_hand_computed_values(inputs_of: Callable[..., LossInputs], sign: int) -> None:
+    """Ratios 2, 0.5 and 1.1 are clipped to 1.4, 0.7 and 1.1 for both signs of the advantage.
 
     loss = -(1.4 * 2 * -2 + 0.7 * -1 * -1 + 1.1 * 3 * -0.5) / 3 = 6.55 / 3, d loss / d log pi = -w A / 3
     """
@@ -31,7 +31,7 @@ def test_three_tokens_by_hand(inputs_of: Callable[..., LossInputs], sign: int) -
     assert output.token_metrics["clipped_fraction"].tolist() == [1, 1, 0]
 
 
-def test_by_default_there_is_no_lower_bound_and_five_is_the_upper_one(inputs_of: Callable[..., LossInputs]) -> None:
+def test_default_bounds_are_zero_and_five(inputs_of: Callable[..., LossInputs]) -> None:
     policy = tensor(-1, -1, -1).requires_grad_()
     behavior = policy.detach() - tensor(1e-6, 4.9, 8).log()
     output = cispo(inputs_of(policy, behavior, tensor(1, 1, -1), token_weights=tensor(1, 1, 1)))
@@ -41,12 +41,10 @@ def test_by_default_there_is_no_lower_bound_and_five_is_the_upper_one(inputs_of:
 
 
 @pytest.mark.parametrize("clip_high", [0.2, 2.0, 4.0])
-def test_without_a_lower_bound_it_is_reinforce_truncated_at_one_more(
-    inputs_of: Callable[..., LossInputs], clip_high: float
-) -> None:
+def test_without_a_lower_bound_cispo_equals_reinforce(inputs_of: Callable[..., LossInputs], clip_high: float) -> None:
     generator = torch.Generator().manual_seed(0)
     policy, behavior, advantages = torch.randn(3, 50, generator=generator, dtype=torch.float64)
     inputs = inputs_of(policy.requires_grad_(), behavior, advantages)
-    ours, plain = cispo(inputs, clip_low=1.0, clip_high=clip_high).loss, reinforce(inputs, 1 + clip_high).loss
-    torch.testing.assert_close(ours, plain)
-    torch.testing.assert_close(torch.autograd.grad(ours, policy)[0], torch.autograd.grad(plain, policy)[0])
+    actual, expected = cispo(inputs, clip_low=1.0, clip_high=clip_high).loss, reinforce(inputs, 1 + clip_high).loss
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, policy)[0], torch.autograd.grad(expected, policy)[0])

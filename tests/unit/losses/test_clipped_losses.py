@@ -1,4 +1,4 @@
-"""The losses made of PPO's clipped objective, by hand: what is clipped, what is not, and the gradient of both."""
+"""Losses with PPO's clipped objective match hand-computed values and gradients, clipped and unclipped."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ def assert_gives(
 
 
 @pytest.mark.parametrize("loss", [grpo, ppo])
-def test_the_clip_stops_what_went_far_enough_in_its_own_direction(
-    inputs_of: Callable[..., LossInputs], loss: Loss
-) -> None:
-    """Three tokens that weigh 1/3 each, ratios in [0.8, 1.2] are free.
+def test_clip_stops_ratios_that_moved_far_with_the_advantage(inputs_of: Callable[..., LossInputs], loss: Loss) -> None:
+    """Three tokens weigh 1/3 each; ratios in [0.8, 1.2] are not clipped.
 
     r = 1.5, A = 2:   min(1.5 * 2, 1.2 * 2) = 2.4, clipped
     r = 0.5, A = -1:  min(0.5 * -1, 0.8 * -1) = -0.8, clipped
@@ -50,10 +48,10 @@ def test_the_clip_stops_what_went_far_enough_in_its_own_direction(
 
 
 @pytest.mark.parametrize("loss", [grpo, dapo, ppo])
-def test_the_clip_lets_through_what_went_the_wrong_way_up_to_the_dual_clip(
+def test_clip_passes_ratios_against_the_advantage_up_to_the_dual_clip(
     inputs_of: Callable[..., LossInputs], loss: Loss
 ) -> None:
-    """Three tokens that weigh 1/3 each; the ranges of all three losses begin at 0.8 and end below 3.
+    """Three tokens weigh 1/3 each; the clip ranges of all three losses begin at 0.8 and end below 3.
 
     r = 8, A = -1:   min(5 * -1, ...) = -5, a constant: dual clip
     r = 3, A = -2:   min(3 * -2, 1.2 * -2) = -6, gradient -6
@@ -66,8 +64,8 @@ def test_the_clip_lets_through_what_went_the_wrong_way_up_to_the_dual_clip(
     assert_gives(output, policy, 3.0, tensor(0, 2, -2 / 3), tensor(1, 0, 0))
 
 
-def test_dapo_leaves_more_room_above_than_below(inputs_of: Callable[..., LossInputs]) -> None:
-    """Ratios in [0.8, 1.28] are free.
+def test_dapo_clips_higher_above_than_below(inputs_of: Callable[..., LossInputs]) -> None:
+    """Ratios in [0.8, 1.28] are not clipped.
 
     r = 1.25, A = 2:   2.5, gradient 2.5
     r = 1.5, A = 2:    1.28 * 2 = 2.56, clipped
@@ -80,9 +78,12 @@ def test_dapo_leaves_more_room_above_than_below(inputs_of: Callable[..., LossInp
     assert_gives(output, policy, -1.42, tensor(-2.5 / 3, 0, 0), tensor(0, 1, 1))
 
 
-def test_the_bounds_are_the_callers(inputs_of: Callable[..., LossInputs]) -> None:
-    """In [0.5, 3] with dual clip at 4: r = 2, A = 1 is free; r = 0.6, A = -1 too; r = 4.5, A = -1 counts as 4.
+def test_caller_sets_the_clip_bounds(inputs_of: Callable[..., LossInputs]) -> None:
+    """The range is [0.5, 3] with dual clip at 4.
 
+    r = 2, A = 1:     2, gradient 2
+    r = 0.6, A = -1:  -0.6, gradient -0.6
+    r = 4.5, A = -1:  4 * -1, a constant
     loss = -(2 - 0.6 - 4) / 3
     """
     behavior = tensor(-2, -1, -3)
@@ -92,14 +93,12 @@ def test_the_bounds_are_the_callers(inputs_of: Callable[..., LossInputs]) -> Non
         assert_gives(output, policy, 2.6 / 3, tensor(-2 / 3, 0.2, 0), tensor(0, 0, 1))
 
 
-def test_gspo_gives_both_tokens_of_a_sequence_the_geometric_mean_of_their_ratios(
-    inputs_of: Callable[..., LossInputs],
-) -> None:
-    """Sequences of two tokens and one, each counts 1/2; sequence ratios in [0.8, 1.2] are free.
+def test_gspo_uses_the_geometric_mean_ratio_of_a_sequence(inputs_of: Callable[..., LossInputs]) -> None:
+    """Two sequences, of two tokens and one, count 1/2 each; sequence ratios in [0.8, 1.2] are not clipped.
 
     r = 4 and 0.3025, A = 2:  s = sqrt(1.21) = 1.1, s A = 2.2; each token's log pi moves log s by 1/2
     r = 0.5, A = -1:          s = 0.5, clipped: -0.8
-    loss = -(2.2 - 0.8) / 2; gradient of each of the first two -1/2 * 2.2 * 1/2 = -0.55, whatever its own weight
+    loss = -(2.2 - 0.8) / 2; gradient of each of the first two tokens: -1/2 * 2.2 * 1/2 = -0.55 for any token weights
     """
     behavior = tensor(-4, -1, -3)
     policy = at_ratios(tensor(4, 0.3025, 0.5), behavior)
@@ -109,10 +108,10 @@ def test_gspo_gives_both_tokens_of_a_sequence_the_geometric_mean_of_their_ratios
 
 
 def test_gspo_clips_whole_sequences(inputs_of: Callable[..., LossInputs]) -> None:
-    """Sequences of one token and two, each counts 1/2.
+    """Two sequences, of one token and two, count 1/2 each.
 
     r = 8, A = -1:          s = 8 counts as 5: -5
-    r = 36 and 0.25, A = 1: s = 3, clipped: 1.2, though the second token's own ratio is far below the range
+    r = 36 and 0.25, A = 1: s = 3, clipped: 1.2, although the second token's ratio is far below the range
     loss = -(-5 + 1.2) / 2 = 1.9
     """
     behavior = tensor(-4, -5, -3)
@@ -122,14 +121,14 @@ def test_gspo_clips_whole_sequences(inputs_of: Callable[..., LossInputs]) -> Non
     assert_gives(output, policy, 1.9, tensor(0, 0, 0), tensor(1, 1, 1))
 
 
-def test_gspo_clips_ratios_that_differ_from_one_by_thousandths(inputs_of: Callable[..., LossInputs]) -> None:
+def test_gspo_clips_ratios_near_one_by_default(inputs_of: Callable[..., LossInputs]) -> None:
     policy = tensor(3.9e-4, 4.1e-4, -2.9e-4, -3.1e-4)
     inputs = inputs_of(policy, tensor(0, 0, 0, 0), tensor(1, 1, -1, -1), lengths=[1, 1, 1, 1])
     assert gspo(inputs).token_metrics["clipped_fraction"].tolist() == [0, 1, 0, 1]
 
 
-def test_decoupled_ppo_weighs_by_one_ratio_and_clips_the_other(inputs_of: Callable[..., LossInputs]) -> None:
-    """pi/pi_prox is clipped to [0.8, 1.2], pi_prox/mu truncated at 5 and constant in the gradient.
+def test_decoupled_ppo_weights_by_one_ratio_and_clips_the_other(inputs_of: Callable[..., LossInputs]) -> None:
+    """pi/pi_prox is clipped to [0.8, 1.2]; pi_prox/mu is truncated at 5 and constant in the gradient.
 
     weight 2,    r = 1.5, A = 2:   2 * 2.4 = 4.8, clipped
     weight 8->5, r = 1.1, A = 3:   5 * 3.3 = 16.5, gradient 16.5
@@ -143,9 +142,12 @@ def test_decoupled_ppo_weighs_by_one_ratio_and_clips_the_other(inputs_of: Callab
     assert_gives(output, policy, -20.9 / 3, tensor(0, -5.5, 0), tensor(1, 0, 1))
 
 
-def test_decoupled_ppo_has_a_dual_clip_too(inputs_of: Callable[..., LossInputs]) -> None:
-    """weight 1, r = 8, A = -1: -5, constant; weight 2, r = 3, A = -2: 2 * -6; weight 4, r = 0.5, A = 0.5: 4 * 0.25.
+def test_decoupled_ppo_has_a_dual_clip(inputs_of: Callable[..., LossInputs]) -> None:
+    """The dual clip bounds only the first of three tokens.
 
+    weight 1, r = 8, A = -1:    -5, a constant
+    weight 2, r = 3, A = -2:    2 * -6
+    weight 4, r = 0.5, A = 0.5: 4 * 0.25
     loss = -(-5 - 12 + 1) / 3
     """
     behavior = tensor(-4, -5, -3)
@@ -155,9 +157,7 @@ def test_decoupled_ppo_has_a_dual_clip_too(inputs_of: Callable[..., LossInputs])
     assert_gives(output, policy, 16 / 3, tensor(0, 4, -1 / 3), tensor(1, 0, 0))
 
 
-def test_decoupled_ppo_around_the_policy_itself_has_the_gradient_of_reinforce(
-    inputs_of: Callable[..., LossInputs],
-) -> None:
+def test_decoupled_ppo_with_a_renewed_proximal_policy_equals_reinforce(inputs_of: Callable[..., LossInputs]) -> None:
     generator = torch.Generator().manual_seed(0)
     behavior, advantages, log_ratio = torch.randn(3, 50, generator=generator, dtype=torch.float64)
     policy = (behavior + log_ratio).requires_grad_()

@@ -1,4 +1,4 @@
-"""What a token weighs under each denominator, by hand."""
+"""Token weights under each denominator match hand-computed values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from midflight.losses.denominators import BatchCounts, token_weights
 
-# A batch of 4 sequences with 10 tokens in all, of which this microbatch has two sequences, of 2 tokens and of 3; a
-# sequence without tokens of its own stands between them. A response may have 8 tokens.
+# The batch has 4 sequences with 10 tokens in all, and at most 8 tokens per response. This microbatch has two sequences,
+# of 2 and 3 tokens, with a sequence without loss tokens between them.
 COUNTS = BatchCounts(num_tokens=10, num_sequences=4, max_response_tokens=8)
 SEQUENCE_INDEX = torch.tensor([0, 0, 2, 2, 2])
 
@@ -22,12 +22,12 @@ SEQUENCE_INDEX = torch.tensor([0, 0, 2, 2, 2])
         ("constant", [1 / (4 * 8)] * 5),
     ],
 )
-def test_by_hand(denominator: str, expected: list[float]) -> None:
+def test_weights_match_hand_computed_values(denominator: str, expected: list[float]) -> None:
     weights = token_weights(denominator, COUNTS, SEQUENCE_INDEX, num_sequences=3)
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("denominator", ["tokens", "sequences", "sequence_mean", "constant"])
-def test_no_tokens_have_no_weights(denominator: str) -> None:
+def test_no_tokens_give_no_weights(denominator: str) -> None:
     counts = BatchCounts(num_tokens=0, num_sequences=2, max_response_tokens=8)
     assert token_weights(denominator, counts, torch.zeros(0, dtype=torch.int64), num_sequences=0).shape == (0,)

@@ -1,4 +1,4 @@
-"""What is added to a loss is added to every loss: KL, entropy, values and masks, in value and gradient."""
+"""KL, entropy, value loss and masks apply to every policy loss, in value and gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_TOKENS = 12
 
 @pytest.fixture
 def inputs(inputs_of: Callable[..., LossInputs]) -> LossInputs:
-    """Three sequences with everything a loss may look at, and weights that differ from token to token."""
+    """Three sequences with every optional input of a loss, and a different weight for each token."""
     generator = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
@@ -77,6 +77,7 @@ def kl_by_hand(inputs: LossInputs) -> Tensor:
 
 
 def kl_of_grpo_by_hand(inputs: LossInputs) -> Tensor:
+    """ref/pi - 1 - log(ref/pi), without importance weights."""
     log_ratio = present(inputs.ref_logprobs) - inputs.policy_logprobs
     return 0.3 * (inputs.token_weights * (log_ratio.exp() - 1 - log_ratio)).sum()
 
@@ -115,14 +116,14 @@ def test_every_term_is_added_to_every_loss(policy_loss: Loss, names: tuple[str, 
 
 
 @every_loss
-def test_without_terms_the_objective_is_the_loss(policy_loss: Loss, inputs: LossInputs) -> None:
+def test_objective_without_terms_equals_the_loss(policy_loss: Loss, inputs: LossInputs) -> None:
     plain, output = policy_loss(inputs), Objective(policy_loss)(inputs)
     assert torch.equal(output.loss, plain.loss)
     assert output.token_metrics.keys() == plain.token_metrics.keys()
 
 
 @every_loss
-def test_a_coefficient_of_zero_measures_the_kl_and_changes_nothing(policy_loss: Loss, inputs: LossInputs) -> None:
+def test_zero_kl_coefficient_only_measures_the_kl(policy_loss: Loss, inputs: LossInputs) -> None:
     output = Objective(policy_loss, kl_coefficient=0.0)(inputs)
     assert torch.equal(output.loss, policy_loss(inputs).loss)
     measured = output.token_metrics["kl/reference"]
@@ -131,10 +132,12 @@ def test_a_coefficient_of_zero_measures_the_kl_and_changes_nothing(policy_loss: 
 
 
 @every_loss
-def test_what_is_logged_keeps_no_graph_alive(policy_loss: Loss, inputs: LossInputs) -> None:
+def test_token_metrics_hold_no_graph(policy_loss: Loss, inputs: LossInputs) -> None:
     output = Objective(policy_loss, kl_coefficient=0.3, token_mask=(0.5, 2.0), gae_lambda=1.0)(inputs)
     assert {"kl/reference", "ratio/masked_fraction", "value/mean"} <= output.token_metrics.keys()
-    assert all(not each.requires_grad and each.shape == (NUM_TOKENS,) for each in output.token_metrics.values())
+    for metric in output.token_metrics.values():
+        assert not metric.requires_grad
+        assert metric.shape == (NUM_TOKENS,)
 
 
 # --- masks --------------------------------------------------------------------------------------------------------
@@ -156,8 +159,8 @@ RATIOS = [1, 9, 0.1, 8, 0.125, 1.1, 7.9, 0.13, 0.12, 8.1, 2, 0.9]
 
 
 @every_loss
-def test_masked_tokens_have_no_gradient_and_the_others_what_they_had(policy_loss: Loss, inputs: LossInputs) -> None:
-    """Each token is a sequence, so that no loss ties it to others. The ends of the range are allowed."""
+def test_mask_removes_only_the_gradients_of_masked_tokens(policy_loss: Loss, inputs: LossInputs) -> None:
+    """Each token is a sequence, so no loss couples tokens. The ends of the range are allowed."""
     inputs = with_ratios(inputs, RATIOS, [1] * NUM_TOKENS)
     output = MASKED_TERMS(policy_loss, token_mask=(0.125 - 1e-9, 8.0 + 1e-9))(inputs)
     free = value_and_gradients(MASKED_TERMS(policy_loss)(inputs).loss, inputs)
@@ -170,13 +173,13 @@ def test_masked_tokens_have_no_gradient_and_the_others_what_they_had(policy_loss
         assert (gradient[out] == 0).all()
         assert (before[out] != 0).any()
         torch.testing.assert_close(gradient, before * allowed)
-    kept = dataclasses.replace(inputs, token_weights=inputs.token_weights * allowed)
-    torch.testing.assert_close(output.loss, MASKED_TERMS(policy_loss)(kept).loss)
+    remaining = dataclasses.replace(inputs, token_weights=inputs.token_weights * allowed)
+    torch.testing.assert_close(output.loss, MASKED_TERMS(policy_loss)(remaining).loss)
 
 
 @every_loss
-def test_sequences_are_masked_by_their_geometric_means(policy_loss: Loss, inputs: LossInputs) -> None:
-    """Means of 2, sqrt(16 * 16 / 16) = 4 and less than 1/2: of the range [0.5, 3] only the first is left."""
+def test_sequence_mask_uses_geometric_means(policy_loss: Loss, inputs: LossInputs) -> None:
+    """The means are 2, sqrt(16 * 16 / 16) = 4 and less than 1/2; only the first is in the range [0.5, 3]."""
     inputs = with_ratios(inputs, [8, 0.5, 2, 16, 16, 1 / 16, 16, 0.4, 0.4, 0.4, 0.4, 1], [3, 4, 5])
     output = MASKED_TERMS(policy_loss, sequence_mask=(0.5, 3.0))(inputs)
     free = value_and_gradients(MASKED_TERMS(policy_loss)(inputs).loss, inputs)
@@ -189,15 +192,15 @@ def test_sequences_are_masked_by_their_geometric_means(policy_loss: Loss, inputs
 
 
 @every_loss
-def test_a_token_is_left_out_if_either_mask_says_so(policy_loss: Loss, inputs: LossInputs) -> None:
+def test_either_mask_removes_a_token(policy_loss: Loss, inputs: LossInputs) -> None:
     inputs = with_ratios(inputs, [1, 9, 1, 5, 5, 5, 5, 1, 1, 1, 1, 1], [3, 4, 5])
     output = MASKED_TERMS(policy_loss, token_mask=(0.5, 8.0), sequence_mask=(0.5, 3.0))(inputs)
     assert output.token_metrics["ratio/masked_fraction"].tolist() == [0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0]
 
 
 @every_loss
-def test_masks_leave_the_value_function_alone(policy_loss: Loss, inputs: LossInputs) -> None:
-    """An off-policy token says as much about the reward as any other."""
+def test_masks_do_not_change_the_value_loss(policy_loss: Loss, inputs: LossInputs) -> None:
+    """An off-policy token is as informative about the reward as any other token."""
     options: dict[str, Any] = {"gae_lambda": 1.0, "value_coefficient": 0.7, "value_clip": 0.4}
     masked = Objective(policy_loss, token_mask=(0.9, 1.1), **options)(inputs)
     assert masked.token_metrics["ratio/masked_fraction"].any()
@@ -213,10 +216,8 @@ def test_masks_leave_the_value_function_alone(policy_loss: Loss, inputs: LossInp
 
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_the_gradient_of_the_kl_is_that_of_finite_differences(
-    estimator: str, unbiased: bool, inputs: LossInputs
-) -> None:
-    """Some of the ratios are truncated at 2. That of a weighed k2 is constant: it multiplies k2's own differences."""
+def test_kl_gradient_matches_finite_differences(estimator: str, unbiased: bool, inputs: LossInputs) -> None:
+    """Some ratios are truncated at 2. The weight of k2 is constant in the gradient, so k2 is compared by itself."""
     objective = Objective(reinforce, max_ratio=2.0, kl_coefficient=1.0, kl_estimator=estimator, kl_unbiased=unbiased)
     assert (inputs.ratio > 2).any()
 
@@ -225,14 +226,14 @@ def test_the_gradient_of_the_kl_is_that_of_finite_differences(
 
     if estimator == "k2" and unbiased:
         constant = inputs.ratio.detach().clamp(max=2.0)
-        weighed, plain = (
+        actual, expected = (
             torch.autograd.grad(total, inputs.policy_logprobs)[0]
             for total in (
                 kl(inputs.policy_logprobs).sum(),
                 (constant * k2(present(inputs.ref_logprobs) - inputs.policy_logprobs)).sum(),
             )
         )
-        torch.testing.assert_close(weighed, plain)
+        torch.testing.assert_close(actual, expected)
     else:
         assert torch.autograd.gradcheck(kl, inputs.policy_logprobs)
 
@@ -240,10 +241,8 @@ def test_the_gradient_of_the_kl_is_that_of_finite_differences(
 @every_loss
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("unbiased", [True, False])
-def test_ratios_beyond_float32_leave_loss_and_gradient_finite(
-    policy_loss: Loss, estimator: str, unbiased: bool
-) -> None:
-    """All log ratios of +-10000, +-100 and 0 between the policies, with advantages of both signs."""
+def test_extreme_ratios_give_finite_loss_and_gradient(policy_loss: Loss, estimator: str, unbiased: bool) -> None:
+    """The policies differ by all log ratios of +-10000, +-100 and 0, with advantages of both signs."""
     extremes = (-1e4, -100.0, 0.0, 100.0, 1e4)
     rows = list(itertools.product(extremes, extremes, extremes, (-3.0, 3.0)))
     behavior, reference, proximal, advantages = torch.tensor(rows).T.contiguous()
@@ -255,8 +254,8 @@ def test_ratios_beyond_float32_leave_loss_and_gradient_finite(
     objective = Objective(
         policy_loss, token_mask=(1e-9, 1e9), kl_coefficient=0.1, kl_estimator=estimator, kl_unbiased=unbiased
     )
-    for each in (objective, Objective(policy_loss), dataclasses.replace(objective, token_mask=None)):
-        output = each(inputs)
+    for variant in (objective, Objective(policy_loss), dataclasses.replace(objective, token_mask=None)):
+        output = variant(inputs)
         (gradient,) = torch.autograd.grad(output.loss, policy)
         assert output.loss.isfinite()
         assert gradient.isfinite().all()

@@ -1,4 +1,4 @@
-"""Truncated importance-weighted REINFORCE, by hand."""
+"""Truncated importance-weighted REINFORCE matches hand-computed values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from midflight.losses.inputs import LossInputs
 from midflight.losses.reinforce import reinforce
 
 
-def test_three_tokens_by_hand(inputs_of: Callable[..., LossInputs]) -> None:
-    """Ratios 2, 0.5 and 8 (truncated to 5); the ratio carries no gradient, so d loss / d logpi = -min(c, r) * A / n."""
+def test_loss_and_gradient_match_hand_computed_values(inputs_of: Callable[..., LossInputs]) -> None:
+    """Ratios are 2, 0.5 and 8 (truncated to 5). They carry no gradient, so d loss / d logpi = -min(c, r) * A / n."""
     behavior = torch.tensor([-2.0, -1.0, -3.0], dtype=torch.float64)
     ratios = torch.tensor([2.0, 0.5, 8.0], dtype=torch.float64)
     policy = (behavior + ratios.log()).requires_grad_()
@@ -27,7 +27,7 @@ def test_three_tokens_by_hand(inputs_of: Callable[..., LossInputs]) -> None:
     torch.testing.assert_close(gradient, torch.tensor([-0.5, 0.0625, -2.5], dtype=torch.float64))
 
 
-def test_five_is_the_default_truncation(inputs_of: Callable[..., LossInputs]) -> None:
+def test_default_truncation_is_five(inputs_of: Callable[..., LossInputs]) -> None:
     policy = torch.zeros(1, requires_grad=True)
     loss = reinforce(inputs_of(policy, torch.tensor([-10.0]), torch.tensor([1.0]))).loss
     (gradient,) = torch.autograd.grad(loss, policy)

@@ -1,4 +1,4 @@
-"""Advantages from values and the loss values are learned by: by hand, against plain loops and finite differences."""
+"""Advantages from values and the value loss match hand-computed values, plain loops and finite differences."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def tensor(*values: float) -> torch.Tensor:
     [
         (1.0, [1 - 0.5, 1 - 0.25, 1 - 0.75, -0.5, -0.125]),
         (0.0, [-0.25, 0.5, 0.25, -0.375, -0.125]),
-        # 0.25 is the last; 0.5 + 0.25 / 2; -0.25 + 0.625 / 2. Then -0.125 and -0.375 - 0.125 / 2.
+        # From the end: 0.25, 0.5 + 0.25 / 2, -0.25 + 0.625 / 2; in the second sequence -0.125, -0.375 - 0.125 / 2.
         (0.5, [0.0625, 0.625, 0.25, -0.4375, -0.125]),
     ],
 )
-def test_two_sequences_by_hand(gae_lambda: float, expected: list[float]) -> None:
-    """Values 1/2, 1/4, 3/4 before the tokens of a sequence with reward 1, then 1/2, 1/8 of one with reward 0.
+def test_advantages_match_hand_computed_values(gae_lambda: float, expected: list[float]) -> None:
+    """Values are 1/2, 1/4, 3/4 in a sequence with reward 1, then 1/2, 1/8 in a sequence with reward 0.
 
-    delta = -1/4, 1/2, 1 - 3/4 and -3/8, 0 - 1/8.
+    delta is -1/4, 1/2, 1 - 3/4 in the first sequence and -3/8, 0 - 1/8 in the second.
     """
     values = tensor(0.5, 0.25, 0.75, 0.5, 0.125)
     advantages = generalized_advantages(values, tensor(1, 0), torch.tensor([0, 0, 0, 1, 1]), gae_lambda)
@@ -62,22 +62,27 @@ numbers = st.floats(-10, 10)
     st.lists(st.tuples(st.lists(numbers, max_size=20), numbers), min_size=1, max_size=6),
     st.floats(0, 1) | st.sampled_from([0.0, 1.0]),
 )
-def test_the_doubling_sum_is_the_plain_loop(sequences: list[tuple[list[float], float]], gae_lambda: float) -> None:
-    """Sequences without a token that carries loss are among them."""
+def test_doubling_sum_equals_the_plain_loop(sequences: list[tuple[list[float], float]], gae_lambda: float) -> None:
+    """Some sequences have no token that carries loss."""
     values = [value for sequence, _ in sequences for value in sequence]
     index = [number for number, (sequence, _) in enumerate(sequences) for _ in sequence]
     advantages = generalized_advantages(
         tensor(*values), tensor(*(reward for _, reward in sequences)), torch.tensor(index).long(), gae_lambda
     )
-    expected = [each for sequence, reward in sequences if sequence for each in plain_loop(sequence, reward, gae_lambda)]
+    expected = [
+        advantage
+        for sequence, reward in sequences
+        if sequence
+        for advantage in plain_loop(sequence, reward, gae_lambda)
+    ]
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_value_loss_by_hand(inputs_of: Callable[..., LossInputs]) -> None:
-    """Values may move by 0.2 from 0; returns 1, 0.1, -1 and 0; tokens weigh 1/4, and squares are halved.
+def test_value_loss_matches_hand_computed_values(inputs_of: Callable[..., LossInputs]) -> None:
+    """Values may move by 0.2 from 0. The returns are 1, 0.1, -1 and 0; tokens weigh 1/4; squares are halved.
 
-    v = 0.1:  within: (0.1 - 1)^2 = 0.81, gradient 2 * -0.9
-    v = 0.5:  clipped to 0.2: max(0.4^2, 0.1^2) = 0.16, gradient 2 * 0.4: not good yet, so it goes on learning
+    v = 0.1:  not clipped: (0.1 - 1)^2 = 0.81, gradient 2 * -0.9
+    v = 0.5:  clipped to 0.2: max(0.4^2, 0.1^2) = 0.16, gradient 2 * 0.4: the unclipped error is larger
     v = -0.5: clipped to -0.2: max(0.5^2, 0.8^2) = 0.64, a constant
     v = 0.3:  clipped to 0.2: max(0.3^2, 0.2^2) = 0.09, gradient 2 * 0.3
     """
@@ -91,8 +96,8 @@ def test_the_value_loss_by_hand(inputs_of: Callable[..., LossInputs]) -> None:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_the_gradient_of_the_value_head_is_that_of_finite_differences(moved: bool) -> None:
-    """Through a real model, packed; `moved`: the proximal values are others, and some of the clips act."""
+def test_value_head_gradient_matches_finite_differences(moved: bool) -> None:
+    """The gradient goes through a real packed model. If `moved`, the proximal values differ and some clips act."""
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     trajectories = []
     for number, length in enumerate((7, 4, 12)):
@@ -118,15 +123,15 @@ def test_the_gradient_of_the_value_head_is_that_of_finite_differences(moved: boo
         outputs = PolicyOutputs(scores.logprobs, scores.entropy, values)
         return value_loss(loss_inputs(microbatch, outputs, proximal, counts, objective), clip=0.2)
 
-    leaves = [each.detach().clone().requires_grad_() for each in head.parameters()]
+    leaves = [parameter.detach().clone().requires_grad_() for parameter in head.parameters()]
     assert all(gradient.abs().max() > 0.01 for gradient in torch.autograd.grad(loss_of(*leaves), leaves))
     assert torch.autograd.gradcheck(loss_of, leaves)
 
 
-def test_a_baseline_that_saw_its_own_token_leaves_no_gradient(inputs_of: Callable[..., LossInputs]) -> None:
-    """A bandit, all arms enumerated: the values before the token give the policy gradient, those after it nothing.
+def test_baseline_that_saw_its_own_token_gives_zero_gradient(inputs_of: Callable[..., LossInputs]) -> None:
+    """In a bandit, the value before the token gives the exact policy gradient, the value after the token gives zero.
 
-    The reward's expectation is sum_a pi(a) q(a); its gradient is exact here, and so are both baselines.
+    All arms are enumerated: the expected reward is sum_a pi(a) q(a). Its gradient and both baselines are exact.
     """
     rewards = tensor(1, -2, 0.5, 3, 0)
     logits = tensor(0.3, -1, 2, 0, 0.5).requires_grad_()

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills and resumes, and can be read while it grows."""
+"""metrics.jsonl survives kills and resumed runs, and is readable while it grows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def versions(lines: list[dict[str, Any]]) -> list[int]:
     return [line["version"] for line in lines]
 
 
-def test_what_is_written_is_readable_before_the_file_is_closed(tmp_path: Path) -> None:
+def test_lines_are_readable_before_the_file_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonlWriter(path) as writer:
         for line in ({"version": 1, "reward/mean": 0.25}, {"version": 2, "lag/by_position": [1.0, 2.5]}):
@@ -30,7 +30,7 @@ def test_what_is_written_is_readable_before_the_file_is_closed(tmp_path: Path) -
     assert path.read_text().count("\n") == 2
 
 
-def test_a_new_run_never_writes_into_the_metrics_of_another(tmp_path: Path) -> None:
+def test_new_run_does_not_write_into_an_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_versions(path, 1)
     with pytest.raises(FileExistsError):
@@ -46,7 +46,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", '{"version": 6, "rew', '{"version": 6}', "\0\0\0"])
-def test_a_resume_keeps_the_lines_up_to_its_version(tmp_path: Path, torn: str) -> None:
+def test_resume_keeps_lines_up_to_its_version(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write_versions(path, 1, 2, 3, 4, 5, torn=torn)
     with JsonlWriter(path, resume_version=3) as writer:
@@ -56,14 +56,14 @@ def test_a_resume_keeps_the_lines_up_to_its_version(tmp_path: Path, torn: str) -
     assert lines[-1] == {"version": 4, "again": True}
 
 
-def test_a_resume_at_the_newest_line_only_loses_what_is_torn(tmp_path: Path) -> None:
+def test_resume_at_the_newest_version_only_removes_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_versions(path, 1, 2, torn='{"version": 3')
     JsonlWriter(path, resume_version=2).close()
     assert path.read_bytes() == b'{"version": 1}\n{"version": 2}\n'
 
 
-def test_a_resume_before_the_first_line_starts_afresh(tmp_path: Path) -> None:
+def test_resume_at_version_zero_removes_all_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonlWriter(path, resume_version=0) as writer:
         writer.write({"version": 1})
@@ -71,14 +71,14 @@ def test_a_resume_before_the_first_line_starts_afresh(tmp_path: Path) -> None:
     assert read_metrics(path) == []
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_versions(path, 1, 2, torn='{"version": 3, "ess": 0.9')
     assert versions(read_metrics(path)) == [1, 2]
 
 
 @pytest.mark.parametrize("damage", ["not json\n", "[1, 2]\n", "\n"])
-def test_damage_before_the_last_line_is_reported_with_the_file(tmp_path: Path, damage: str) -> None:
+def test_damaged_line_is_reported_with_the_file(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"version": 1}\n' + damage + '{"version": 2}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl is damaged"):
@@ -88,7 +88,7 @@ def test_damage_before_the_last_line_is_reported_with_the_file(tmp_path: Path, d
     assert path.read_text().endswith('{"version": 2}\n')
 
 
-def test_a_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
+def test_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
     assert tail.read() == []
@@ -101,7 +101,7 @@ def test_a_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
     assert tail.read() == []
 
 
-def test_a_result_has_null_for_what_is_no_number() -> None:
+def test_json_text_has_null_for_numbers_that_are_not_finite() -> None:
     result = {"accuracy": math.nan, "rows": [{"rate": -math.inf}, {"rate": 1.5}], "n": 0}
     assert json.loads(json_text(result), parse_constant=pytest.fail) == {
         "accuracy": None,
@@ -110,7 +110,7 @@ def test_a_result_has_null_for_what_is_no_number() -> None:
     }
 
 
-def test_a_tail_notices_that_a_resume_cut_the_file_back(tmp_path: Path) -> None:
+def test_tail_rereads_a_truncated_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_versions(path, 1, 2, 3, 4)
     tail = MetricsTail(path)
@@ -122,7 +122,7 @@ def test_a_tail_notices_that_a_resume_cut_the_file_back(tmp_path: Path) -> None:
     assert versions(tail.read()) == [3]
 
 
-def test_a_tail_notices_a_cut_even_when_the_file_has_grown_past_it_again(tmp_path: Path) -> None:
+def test_tail_rereads_a_truncated_file_that_has_grown_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_versions(path, 1, 2, 3)
     tail = MetricsTail(path)

@@ -1,4 +1,4 @@
-"""Lag by hand."""
+"""Lag metrics match hand-computed values, and sorted tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from midflight.metrics.lag import lag_metrics, lag_percentile, merge_histograms,
 histograms = st.dictionaries(st.integers(0, 30), st.integers(0, 50), max_size=8)
 
 
-def test_lag_by_hand() -> None:
-    """Twenty tokens: ten fresh, nine one step old, one seven steps old; the 19th in order of age is one step old."""
+def test_lag_metrics_match_hand_computed_values() -> None:
+    """Ten tokens have lag 0, nine have lag 1 and one has lag 7; the 19th of the 20 by age has lag 1."""
     assert lag_metrics({7: 1, 0: 10, 1: 9}) == {
         "lag/mean": pytest.approx(16 / 20),
         "lag/max": 7.0,
@@ -21,16 +21,16 @@ def test_lag_by_hand() -> None:
     }
 
 
-def test_p95_moves_when_more_than_a_twentieth_is_older() -> None:
+def test_p95_changes_if_more_than_five_percent_are_older() -> None:
     assert lag_percentile({0: 95, 9: 5}, 95) == 0
     assert lag_percentile({0: 94, 9: 6}, 95) == 9
 
 
-def test_a_lag_without_tokens_is_no_maximum() -> None:
+def test_maximum_ignores_lags_without_tokens() -> None:
     assert lag_metrics({0: 3, 5: 0})["lag/max"] == 0
 
 
-def test_no_tokens_are_no_metrics() -> None:
+def test_no_tokens_give_no_metrics() -> None:
     assert lag_metrics({}) == {}
     assert lag_metrics({3: 0}) == {}
     with pytest.raises(ValueError, match="no tokens"):
@@ -39,13 +39,13 @@ def test_no_tokens_are_no_metrics() -> None:
         old_token_fraction({})
 
 
-def test_a_token_newer_than_the_trainer_is_a_defect() -> None:
+def test_token_newer_than_the_trainer_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="newer"):
         lag_metrics({-1: 2, 0: 5})
 
 
 @given(histograms)
-def test_percentiles_are_those_of_the_sorted_tokens(histogram: dict[int, int]) -> None:
+def test_percentiles_match_sorted_tokens(histogram: dict[int, int]) -> None:
     lags = sorted(lag for lag, count in histogram.items() for _ in range(count))
     for percent in (1, 50, 95, 100):
         if lags:
@@ -54,7 +54,7 @@ def test_percentiles_are_those_of_the_sorted_tokens(histogram: dict[int, int]) -
 
 
 @given(st.lists(histograms, max_size=4))
-def test_merging_keeps_every_token_at_its_lag(parts: list[dict[int, int]]) -> None:
+def test_merged_histogram_has_every_token(parts: list[dict[int, int]]) -> None:
     merged = merge_histograms(parts)
     assert list(merged) == sorted(merged)
     for lag in range(31):

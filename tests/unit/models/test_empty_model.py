@@ -1,4 +1,4 @@
-"""A model whose parameters are still to be read is otherwise what an ordinary load makes."""
+"""A model built without weights equals an ordinarily loaded model in everything else."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES)
-def test_filled_in_it_is_the_model_that_an_ordinary_load_makes(
-    family: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_filled_empty_model_equals_loaded_model(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     tiny_model(family, **options).save_pretrained(tmp_path)
     expected: Any = load_model(tmp_path)
     model: Any = empty_model(tmp_path)

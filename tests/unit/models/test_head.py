@@ -1,4 +1,4 @@
-"""Scores of tokens: the same in chunks as at once, and of the logits that the model's own family computes."""
+"""Token scores are the same with and without chunks, and match the logits of each model family."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hidden_states() -> tuple[Tensor, Tensor]:
 
 
 def gradients(scores: TokenScores, leaves: list[Tensor], with_entropy: bool) -> tuple[Tensor, ...]:
-    """Of a sum in which every token has a weight of its own."""
+    """Gradients of a weighted sum with a different weight for each token."""
     weights = torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
     loss = (weights * scores.logprobs).sum() + ((weights.square() * scores.entropy).sum() if with_entropy else 0)
     return torch.autograd.grad(loss, leaves)
@@ -55,21 +55,22 @@ def test_chunks_change_neither_scores_nor_gradients(
 ) -> None:
     layer, (hidden, token_ids) = linear(), hidden_states()
     leaves = [hidden, *layer.parameters()]
-    whole = score_tokens(hidden, token_ids, layer, transform, entropy_gradient)
+    expected = score_tokens(hidden, token_ids, layer, transform, entropy_gradient)
     monkeypatch.setattr(linear_scores, "_CHUNK_LOGITS", rows * VOCAB_SIZE)
     calls: list[int] = []
     layer.register_forward_hook(lambda *arguments: calls.append(len(arguments[-1])))
     chunked = score_tokens(hidden, token_ids, layer, transform, entropy_gradient)
     assert calls == [min(rows, NUM_TOKENS - start) for start in range(0, NUM_TOKENS, rows)]
-    torch.testing.assert_close(chunked, whole)
-    torch.testing.assert_close(gradients(chunked, leaves, entropy_gradient), gradients(whole, leaves, entropy_gradient))
-    assert len(calls) > NUM_TOKENS / rows  # computed again in the backward pass
+    torch.testing.assert_close(chunked, expected)
+    expected_gradients = gradients(expected, leaves, entropy_gradient)
+    torch.testing.assert_close(gradients(chunked, leaves, entropy_gradient), expected_gradients)
+    assert len(calls) > NUM_TOKENS / rows  # recomputed in the backward pass
     with torch.no_grad():
-        torch.testing.assert_close(score_tokens(hidden, token_ids, layer, transform, entropy_gradient), whole)
+        torch.testing.assert_close(score_tokens(hidden, token_ids, layer, transform, entropy_gradient), expected)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_scores_are_those_of_the_distribution_written_out(transform: LogitTransform) -> None:
+def test_scores_match_an_explicit_distribution(transform: LogitTransform) -> None:
     layer, (hidden, token_ids) = linear(), hidden_states()
     logits = transform.scale * (hidden @ layer.weight.T + layer.bias)
     if transform.softcap:
@@ -82,20 +83,20 @@ def test_scores_are_those_of_the_distribution_written_out(transform: LogitTransf
     torch.testing.assert_close(gradients(scores, leaves, True), gradients(expected, leaves, True))
 
 
-def test_entropy_has_a_gradient_only_if_asked_for() -> None:
+def test_entropy_has_a_gradient_only_on_request() -> None:
     layer, (hidden, token_ids) = linear(), hidden_states()
     assert not score_tokens(hidden, token_ids, layer, LogitTransform()).entropy.requires_grad
     assert score_tokens(hidden, token_ids, layer, LogitTransform(), entropy_gradient=True).entropy.requires_grad
 
 
-def test_no_tokens_have_no_scores() -> None:
+def test_no_tokens_give_no_scores() -> None:
     scores = score_tokens(torch.zeros(0, SIZE).double(), torch.zeros(0).long(), linear(), LogitTransform())
     assert scores.logprobs.shape == scores.entropy.shape == (0,)
 
 
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_half_precision_is_scored_in_single(
+def test_bfloat16_is_scored_in_float32(
     transform: LogitTransform, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_large:
@@ -107,13 +108,13 @@ def test_half_precision_is_scored_in_single(
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
     exact = copy.deepcopy(layer).double()
     expected = score_tokens(halved.double(), token_ids, exact, transform)
-    # Far closer than bfloat16 logits would be.
+    # bfloat16 logits would differ much more.
     torch.testing.assert_close(scores.logprobs.double(), expected.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy.double(), expected.entropy, atol=1e-5, rtol=1e-5)
-    wanted = gradients(expected, [halved, *exact.parameters()], False)
-    for gradient, exactly in zip(gradients(scores, leaves, False), wanted, strict=True):
+    expected_gradients = gradients(expected, [halved, *exact.parameters()], False)
+    for gradient, reference in zip(gradients(scores, leaves, False), expected_gradients, strict=True):
         assert gradient.dtype == torch.bfloat16
-        torch.testing.assert_close(gradient.double(), exactly.double(), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(gradient.double(), reference.double(), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_half_precision_is_scored_in_single(
         ({"logits_scaling": 8.0}, LogitTransform(scale=0.125)),
     ],
 )
-def test_what_configurations_say_about_logits(config: dict[str, Any], expected: LogitTransform) -> None:
+def test_logit_transform_is_read_from_the_configuration(config: dict[str, Any], expected: LogitTransform) -> None:
     assert LogitTransform.of(SimpleNamespace(**config), temperature=1.0) == expected
     assert LogitTransform.of(SimpleNamespace(**config), temperature=0.5) == expected._replace(temperature=0.5)
 
@@ -154,7 +155,7 @@ SMALL = {
     ],
     ids=["gemma2", "cohere", "granite"],
 )
-def test_logits_are_those_of_transformers(model_of: Any) -> None:
+def test_logits_match_transformers(model_of: Any) -> None:
     torch.manual_seed(0)
     model = model_of().eval()
     token_ids = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
@@ -165,6 +166,6 @@ def test_logits_are_those_of_transformers(model_of: Any) -> None:
         raw = model.get_output_embeddings()(hidden)
         transform = LogitTransform.of(model.config, temperature=1.0)
         scores = score_tokens(hidden, token_ids, model.get_output_embeddings(), transform)
-    assert (raw - expected).abs().max() > 0.1  # or there would be nothing to transform
+    assert (raw - expected).abs().max() > 0.1  # otherwise the transform would not be tested
     torch.testing.assert_close(transform.apply(raw), expected)
     torch.testing.assert_close(scores.logprobs, expected.log_softmax(-1).gather(1, token_ids[:, None])[:, 0])

@@ -1,4 +1,4 @@
-"""Log-probabilities and gradients by hand-written formulas are those of autograd."""
+"""Hand-written log-probabilities and gradients match autograd."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def inputs(bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     return hidden, weight, torch.randn(V, requires_grad=True) if bias else None, torch.randint(V, (M,))
 
 
-# All chunks are kept, none is, or the first of several; the last chunk is always shorter than the others.
+# Keep all chunks, none, or only the first; the last chunk is always shorter than the others.
 @pytest.mark.parametrize("kept", [1 << 20, 0, 5 * V])
 @pytest.mark.parametrize("bias", [False, True])
-def test_scores_and_gradients_are_autograds(kept: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_gradients_match_autograd(kept: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_CHUNK_LOGITS": 5 * V, "BLOCK_LOGITS": 2 * V, "_KEPT_LOGITS": kept}.items():
         monkeypatch.setattr(linear_scores, name, value)
     hidden, weight, bias_V, token_ids = inputs(bias)
-    differentiable = [each for each in (hidden, weight, bias_V) if each is not None]
+    differentiable = [tensor for tensor in (hidden, weight, bias_V) if tensor is not None]
     logprobs, entropy = LinearScores.apply(hidden, weight, bias_V, token_ids, True)
-    whole = torch.nn.functional.linear(hidden, weight, bias_V).log_softmax(-1)
-    expected = whole.gather(1, token_ids[:, None]).squeeze(1)
+    all_logprobs = torch.nn.functional.linear(hidden, weight, bias_V).log_softmax(-1)
+    expected = all_logprobs.gather(1, token_ids[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(-1))
+    torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1))
     assert not entropy.requires_grad
     upstream = torch.randn(M)
-    wanted = torch.autograd.grad(expected, differentiable, upstream)
-    # The second time, nothing is kept any more.
+    expected_gradients = torch.autograd.grad(expected, differentiable, upstream)
+    # The second backward pass has no kept logits.
     for _ in range(2):
-        got = torch.autograd.grad(logprobs, differentiable, upstream, retain_graph=True)
-        torch.testing.assert_close(got, wanted)
+        gradients = torch.autograd.grad(logprobs, differentiable, upstream, retain_graph=True)
+        torch.testing.assert_close(gradients, expected_gradients)

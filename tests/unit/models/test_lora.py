@@ -1,4 +1,4 @@
-"""Adapters: what they compute is what the merged weights compute, in every kind of layer."""
+"""Adapters and merged weights compute the same, in every kind of layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("targets", [None, ("down_proj", "q_proj"), ("c_attn",)])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2", "gemma2"])
-def test_merged_weights_compute_what_base_and_adapter_do(family: str, targets: tuple[str, ...] | None) -> None:
+def test_merged_weights_equal_base_plus_adapter(family: str, targets: tuple[str, ...] | None) -> None:
     if targets and (family == "gpt2") != (targets == ("c_attn",)):
         return
     base, adapted = (tiny_model(family, attn_implementation="eager").double() for _ in range(2))
@@ -50,25 +50,25 @@ def test_merged_weights_compute_what_base_and_adapter_do(family: str, targets: t
     assert all(torch.equal(parameter, unmerged[name]) for name, parameter in adapted.named_parameters())
 
 
-def test_a_target_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_unknown_target_is_reported_with_the_choices() -> None:
     recipe = load_recipe(RECIPE, [LORA, 'trainer.lora_targets=["q_proj", "query", "lm_head"]'])
     expected = (
         "trainer.lora_targets: the model has no linear layers query, lm_head;"
-        " it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+        " choose from q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     )
     with pytest.raises(RecipeError) as raised:
         check_recipe(recipe)
     assert str(raised.value) == expected
 
 
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"midflight\[lora\]"):
         check_recipe(load_recipe(RECIPE, [LORA]))
 
 
 @pytest.mark.parametrize("key", ["lora_alpha=8", 'lora_targets=["q_proj"]'])
-def test_options_of_adapters_need_adapters(key: str) -> None:
+def test_adapter_options_need_a_rank(key: str) -> None:
     name = key.partition("=")[0]
-    with pytest.raises(RecipeError, match=rf"{name} is of LoRA adapters, and lora_rank is not set"):
+    with pytest.raises(RecipeError, match=rf"{name} needs LoRA adapters, but lora_rank is not set"):
         load_recipe(RECIPE, [f"trainer.{key}"])

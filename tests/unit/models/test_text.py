@@ -1,4 +1,4 @@
-"""One rule for prompts, responses and stop tokens, with tokenizers that add BOS and models that list several ends."""
+"""Prompts, responses and stop tokens, with tokenizers that add BOS and models that list several stop tokens."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adds_bos(model: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer that puts BOS before every text, as Llama's does."""
+    """Tokenizer that puts BOS before every text, like Llama's."""
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(model)
     post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     tokenizer._tokenizer.post_processor = post_processor
     return tokenizer
 
 
-def test_bos_comes_once_whether_the_text_has_it_or_not(adds_bos: PreTrainedTokenizerFast) -> None:
+def test_prompt_has_bos_exactly_once(adds_bos: PreTrainedTokenizerFast) -> None:
     a = adds_bos.convert_tokens_to_ids("a")
     assert encode_prompt(adds_bos, "a") == [BOS, a]
     assert encode_prompt(adds_bos, "<bos>a") == [BOS, a]
 
 
-def test_a_chat_template_that_writes_bos_gets_no_second_one(adds_bos: PreTrainedTokenizerFast) -> None:
+def test_chat_template_with_bos_gets_no_second_bos(adds_bos: PreTrainedTokenizerFast) -> None:
     adds_bos.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert encode_chat(adds_bos, [{"role": "user", "content": "a"}]) == encode_prompt(adds_bos, "a")
 
 
-def test_a_response_is_without_its_stop_token_and_without_special_tokens() -> None:
+def test_response_text_has_no_stop_token_or_special_tokens() -> None:
     tokenizer = load_tokenizer(MODEL)
     one, two = tokenizer.encode("12")
     assert response_text(tokenizer, generated(one, BOS, two, EOS), FinishReason.STOP) == "12"
-    # A stop token of the model's own is text to the tokenizer, and still no part of the response.
+    # The tokenizer treats a stop token listed by the model as text, but it is not part of the response.
     assert response_text(tokenizer, generated(one, two), FinishReason.STOP) == "1"
     assert response_text(tokenizer, generated(one, two), FinishReason.LENGTH) == "12"
 
 
-def test_every_end_the_model_lists_stops_a_response(model: Path) -> None:
+def test_every_listed_stop_token_stops_a_response(model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, EOS, 7, 999, -1]}))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
@@ -72,8 +72,8 @@ def test_every_end_the_model_lists_stops_a_response(model: Path) -> None:
     assert build_actor_config(recipe, tokenizer).sampling.stop_token_ids == (EOS, 9, 7, 5)
 
 
-def test_a_default_of_transformers_stops_nothing(model: Path) -> None:
-    """A Llama configuration that names no EOS token has one of transformers' own, 2."""
+def test_default_eos_of_transformers_is_ignored(model: Path) -> None:
+    """In a Llama configuration without an EOS token, transformers inserts its default, 2."""
     (model / "generation_config.json").unlink()
     config = json.loads((model / "config.json").read_text()) | {"model_type": "llama"}
     del config["eos_token_id"]
@@ -84,15 +84,15 @@ def test_a_default_of_transformers_stops_nothing(model: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], list(range(9))], ids=len)
-def test_a_model_with_no_end_or_too_many_is_refused(model: Path, ids: list[int]) -> None:
+def test_model_without_stop_tokens_or_with_too_many_is_rejected(model: Path, ids: list[int]) -> None:
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         values = json.loads((model / name).read_text()) | {"eos_token_id": ids, "eos_token": None}
         (model / name).write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=f"{len(ids)} end-of-sequence tokens; a response needs one to end"):
+    with pytest.raises(ModelError, match=f"{len(ids)} end-of-sequence tokens; the engine needs at least 1"):
         check_evaluation(load_recipe(RECIPE, [f"model.path={model}"]))
 
 
-def test_a_damaged_generation_config_is_one_line(model: Path) -> None:
+def test_damaged_generation_config_is_a_clear_error(model: Path) -> None:
     (model / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config.json cannot be loaded: Expecting"):
         stop_token_ids(model, load_tokenizer(model))

@@ -1,4 +1,4 @@
-"""From graded groups to a batch: which tokens carry loss, what is packed, what is only counted."""
+"""Batches built from graded groups: tokens that carry loss, packed trajectories, counted trajectories."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ PLAIN = Preprocessing(group_mean, max_tokens=64, max_response_tokens=16)
 
 
 def rollout(
-    number: int, length: int, reward: float, *, cut_off: bool = False, versions: Sequence[int] | None = None
+    number: int, length: int, reward: float, *, truncated: bool = False, versions: Sequence[int] | None = None
 ) -> Rollout:
-    """Token ids and log-probabilities that tell which rollout and which of its tokens they are."""
+    """Make a rollout whose token ids and log-probabilities identify the rollout and the position."""
     tokens = np.arange(length, dtype=np.int32) + 100 * (number + 1)
     logprobs = -tokens.astype(np.float32) / np.float32(1000)
     generated = GeneratedTokens(tokens, logprobs, np.array(versions or [5] * length, np.int32))
-    reason = FinishReason.LENGTH if cut_off else FinishReason.STOP
+    reason = FinishReason.LENGTH if truncated else FinishReason.STOP
     group_id = GroupId(number // 2)
     return Rollout(
         RolloutId(number),
@@ -74,12 +74,14 @@ def batch_of(groups: list[RolloutGroup], index: int = 5, **changes: Any) -> Trai
 
 
 def packed(batch: TrainingBatch) -> list[Microbatch]:
-    return [each for rank in batch.microbatches for each in rank]
+    return [microbatch for local in batch.microbatches for microbatch in local]
 
 
 def loss_tokens(batch: TrainingBatch) -> list[int]:
-    """The ids of the tokens that carry loss."""
-    return sorted(token for each in packed(batch) for token in each.token_ids[each.loss_mask].tolist())
+    """Ids of the tokens that carry loss, sorted."""
+    return sorted(
+        token for microbatch in packed(batch) for token in microbatch.token_ids[microbatch.loss_mask].tolist()
+    )
 
 
 def assert_finite(batch: TrainingBatch) -> None:
@@ -89,10 +91,10 @@ def assert_finite(batch: TrainingBatch) -> None:
     assert all(np.isfinite(value) for value in batch.metrics.values())
 
 
-def test_a_batch_by_hand() -> None:
+def test_batch_matches_hand_computed_values() -> None:
     batch = batch_of(groups_of(rollout(0, 3, 1.0), rollout(1, 2, 0.0)))
     ((microbatch,),) = batch.microbatches
-    # The prompt stands there once.
+    # The shared prompt is stored once.
     assert microbatch.token_ids.tolist() == [3, 4, 100, 101, 102, 200, 201]
     assert microbatch.loss_mask.tolist() == [False, False, True, True, True, True, True]
     assert microbatch.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5, -0.5, -0.5]
@@ -103,8 +105,8 @@ def test_a_batch_by_hand() -> None:
     assert batch.metrics["masked_token_fraction"] == 0
 
 
-def test_responses_that_were_cut_off_carry_no_loss_and_count_as_baselines() -> None:
-    groups = groups_of(rollout(0, 4, 0.0, cut_off=True), rollout(1, 2, 1.0))
+def test_truncated_responses_carry_no_loss_and_count_in_baselines() -> None:
+    groups = groups_of(rollout(0, 4, 0.0, truncated=True), rollout(1, 2, 1.0))
     batch = batch_of(groups, mask_truncated=True)
     assert loss_tokens(batch) == [200, 201]
     assert packed(batch)[0].advantages[-1] == 0.5
@@ -119,13 +121,13 @@ def test_responses_that_were_cut_off_carry_no_loss_and_count_as_baselines() -> N
     ("limit", "expected"),
     [(0, [104]), (1, [103, 104]), (3, [101, 102, 103, 104]), (4, [100, 101, 102, 103, 104])],
 )
-def test_tokens_of_a_greater_lag_carry_no_loss(limit: int, expected: list[int]) -> None:
-    """Versions 1, 2, 3, 4, 5 at batch 5 are lags 4, 3, 2, 1, 0."""
+def test_tokens_above_the_lag_limit_carry_no_loss(limit: int, expected: list[int]) -> None:
+    """Versions 1, 2, 3, 4, 5 have lags 4, 3, 2, 1, 0 in batch 5."""
     groups = groups_of(rollout(0, 5, 1.0, versions=[1, 2, 3, 4, 5]), rollout(1, 1, 0.0, versions=[0]))
     batch = batch_of(groups, mask_older_than=limit)
     assert loss_tokens(batch) == expected
     ((microbatch,),) = batch.microbatches
-    # What carries no loss is still what later tokens follow.
+    # Tokens without loss remain as context for later tokens.
     assert microbatch.token_ids.tolist() == [3, 4, 100, 101, 102, 103, 104]
     assert (microbatch.advantages[~microbatch.loss_mask] == 0).all()
     assert batch.num_loss_tokens == len(expected)
@@ -135,7 +137,7 @@ def test_tokens_of_a_greater_lag_carry_no_loss(limit: int, expected: list[int]) 
 
 @pytest.mark.parametrize("advantage", [None, *ADVANTAGES.values()], ids=["value", *ADVANTAGES])
 @pytest.mark.parametrize("normalize_advantages", [False, True])
-def test_an_empty_response_is_counted_and_not_packed(advantage: Any, normalize_advantages: bool) -> None:
+def test_empty_response_is_counted_but_not_packed(advantage: Any, normalize_advantages: bool) -> None:
     batch = batch_of(
         groups_of(rollout(0, 0, 1.0), rollout(1, 3, -1.0)),
         advantage=advantage,
@@ -152,7 +154,7 @@ def test_an_empty_response_is_counted_and_not_packed(advantage: Any, normalize_a
     assert_finite(batch)
 
 
-def test_a_batch_of_empty_responses_is_an_empty_batch() -> None:
+def test_batch_of_empty_responses_has_no_microbatches() -> None:
     batch = batch_of(groups_of(rollout(0, 0, 1.0), rollout(1, 0, 0.0)), keep_zero_advantage=True)
     assert batch.microbatches == [[]]
     assert (batch.num_rollouts, batch.num_response_tokens, batch.num_loss_tokens) == (2, 0, 0)
@@ -162,10 +164,8 @@ def test_a_batch_of_empty_responses_is_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("name", ["group_mean", "group_mean_std", "leave_one_out"])
 @pytest.mark.parametrize("normalize_advantages", [False, True])
-def test_equal_rewards_in_every_group_are_a_counted_batch_without_microbatches(
-    name: str, normalize_advantages: bool
-) -> None:
-    """Rewards no float holds exactly, different from group to group."""
+def test_equal_rewards_give_a_counted_batch_without_microbatches(name: str, normalize_advantages: bool) -> None:
+    """The rewards have no exact float representation and differ between groups."""
     rollouts = [rollout(number, 3, (0.1, 0.7)[number // 3]) for number in range(6)]
     groups = groups_of(*rollouts, size=3)
     settings: dict[str, Any] = {"advantage": ADVANTAGES[name], "normalize_advantages": normalize_advantages}
@@ -181,26 +181,26 @@ def test_equal_rewards_in_every_group_are_a_counted_batch_without_microbatches(
     assert not any(each.advantages.any() for each in packed(kept))
 
 
-def test_normalizing_leaves_a_group_without_advantages_without_a_gradient() -> None:
-    """The sum of the other group's advantages, 5/6 and five times -1/6, is not zero in floating point."""
+def test_normalization_gives_no_gradient_to_groups_of_equal_rewards() -> None:
+    """The other group's advantages, 5/6 and five times -1/6, do not add up to zero in floating point."""
     rollouts = [rollout(number, 2, reward) for number, reward in enumerate([1] + [0] * 5 + [1] * 6)]
     batch = batch_of(groups_of(*rollouts, size=6), normalize_advantages=True)
     assert loss_tokens(batch) == [100, 101, 200, 201, 300, 301, 400, 401, 500, 501, 600, 601]
     assert batch.metrics["without_gradient_fraction"] == 0.5
-    # Over the batch the mean is 0 and the standard deviation sqrt((25 + 5) / 36 / 12) = sqrt(5 / 72).
-    advantages = sorted({each for microbatch in packed(batch) for each in microbatch.advantages.tolist()})
+    # Over the batch, the mean is 0 and the standard deviation is sqrt((25 + 5) / 36 / 12) = sqrt(5 / 72).
+    advantages = sorted({value for microbatch in packed(batch) for value in microbatch.advantages.tolist()})
     deviation = (5 / 72) ** 0.5 + 1e-4
     np.testing.assert_allclose(advantages, [-1 / 6 / deviation, 0, 5 / 6 / deviation], rtol=1e-6, atol=1e-12)
 
 
-def test_with_a_value_function_advantages_are_not_the_batchs() -> None:
+def test_batch_has_no_advantages_with_a_value_function() -> None:
     batch = batch_of(groups_of(rollout(0, 2, 1.0), rollout(1, 2, 0.0)), advantage=None, keep_zero_advantage=True)
     assert not packed(batch)[0].advantages.any()
     assert packed(batch)[0].rewards.tolist() == [1, 0]
 
 
-def test_the_length_penalty_is_part_of_the_reward() -> None:
-    """Responses of 16 and 14 tokens where 16 are the most and the last 4 are punished: -1 and -0.5."""
+def test_length_penalty_is_part_of_the_reward() -> None:
+    """Responses of 16 and 14 tokens get -1 and -0.5: the limit is 16, and the penalty begins 4 tokens before."""
     batch = batch_of(groups_of(rollout(0, 16, 1.0), rollout(1, 14, 1.0)), overlong_buffer=4)
     (microbatch,) = packed(batch)
     assert sorted(microbatch.rewards.tolist()) == [0, 0.5]
@@ -209,23 +209,23 @@ def test_the_length_penalty_is_part_of_the_reward() -> None:
     assert batch.metrics["reward/mean"] == 1
 
 
-def test_a_rollout_longer_than_a_microbatch_names_the_key() -> None:
+def test_rollout_longer_than_a_microbatch_names_the_recipe_key() -> None:
     groups = groups_of(rollout(0, 9, 1.0), rollout(1, 2, 0.0))
     assert packed(batch_of(groups, max_tokens=11))
     with pytest.raises(RecipeError, match=r"batch\.max_tokens = 10: a sequence of 11 tokens"):
         batch_of(groups, max_tokens=10)
 
 
-class ReferenceOfTokenIds:
-    """Implements Reference: a log-probability that tells which token it is of."""
+class TokenIdReference:
+    """Reference whose log-probability is the negative token id."""
 
     def logprobs(self, microbatch: Microbatch) -> Float32Array:
         return np.where(microbatch.loss_mask, -microbatch.token_ids, 0).astype(np.float32)
 
 
-def test_every_microbatch_gets_what_the_reference_says_about_it() -> None:
+def test_every_microbatch_gets_its_reference_logprobs() -> None:
     rollouts = [rollout(number, 3 + number, number % 2) for number in range(6)]
-    batch = batch_of(groups_of(*rollouts), max_tokens=12, reference=ReferenceOfTokenIds())
+    batch = batch_of(groups_of(*rollouts), max_tokens=12, reference=TokenIdReference())
     assert len(packed(batch)) > 1
     for microbatch in packed(batch):
         assert microbatch.ref_logprobs is not None
@@ -234,28 +234,30 @@ def test_every_microbatch_gets_what_the_reference_says_about_it() -> None:
     assert all(each.ref_logprobs is None for each in packed(batch_of(groups_of(*rollouts))))
 
 
-def test_two_ranks_share_every_trajectory_and_count_the_same_batch() -> None:
+def test_two_ranks_divide_all_trajectories_of_one_batch() -> None:
     rollouts = [rollout(number, 1 + number, number % 2) for number in range(8)]
-    make = functools.partial(batch_of, groups_of(*rollouts), max_tokens=16)
-    alone, shared = make(num_ranks=1), make(num_ranks=2)
-    assert len(shared.microbatches) == 2
+    build = functools.partial(batch_of, groups_of(*rollouts), max_tokens=16)
+    single, divided = build(num_ranks=1), build(num_ranks=2)
+    assert len(divided.microbatches) == 2
     assert (
-        loss_tokens(shared)
-        == loss_tokens(alone)
-        == sorted(token for each in rollouts for token in each.generated.token_ids.tolist())
+        loss_tokens(divided)
+        == loss_tokens(single)
+        == sorted(token for member in rollouts for token in member.generated.token_ids.tolist())
     )
-    assert [sum(len(each.rewards) for each in rank) for rank in shared.microbatches] == [4, 4]
+    assert [sum(len(microbatch.rewards) for microbatch in local) for local in divided.microbatches] == [4, 4]
     for name in ("num_rollouts", "num_response_tokens", "num_loss_tokens", "lag_histogram"):
-        assert getattr(shared, name) == getattr(alone, name)
+        assert getattr(divided, name) == getattr(single, name)
 
 
-def test_ranks_share_rollouts_equally_whatever_their_lengths() -> None:
-    """Which rank trains a rollout is known before it is generated."""
+def test_assignment_to_ranks_does_not_depend_on_response_lengths() -> None:
+    """The rank of a rollout is fixed before generation."""
     short = [rollout(number, 1, number % 2) for number in range(8)]
     mixed = [rollout(number, 1 + number, number % 2) for number in range(8)]
 
     def members(rollouts: list[Rollout]) -> list[set[int]]:
-        ranks = batch_of(groups_of(*rollouts), num_ranks=2).microbatches
-        return [{int(token) // 100 for each in rank for token in each.token_ids[each.loss_mask]} for rank in ranks]
+        return [
+            {int(token) // 100 for microbatch in local for token in microbatch.token_ids[microbatch.loss_mask]}
+            for local in batch_of(groups_of(*rollouts), num_ranks=2).microbatches
+        ]
 
     assert members(short) == members(mixed)

@@ -1,4 +1,4 @@
-"""The preprocessing loop makes every batch exactly once, wherever it is stopped, and the same ones as in process."""
+"""The preprocessing loop builds every batch once, despite kills, and equal to the batches built in process."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ GROUP_SIZE, NUM_GROUPS = 3, 2
 CLOCK = "time/preprocess_s"
 
 
-class HalfAsLikely:
-    """A reference that thinks every token half as likely as the policy that sampled it."""
+class HalfProbabilityReference:
+    """Reference that gives every token half the probability of the behavior policy."""
 
     def logprobs(self, microbatch: Microbatch) -> Float32Array:
         return np.where(microbatch.loss_mask, microbatch.behavior_logprobs - np.log(2), 0).astype(np.float32)
 
 
-PREPROCESSING = Preprocessing(group_mean, max_tokens=64, max_response_tokens=20, reference=HalfAsLikely())
+PREPROCESSING = Preprocessing(group_mean, max_tokens=64, max_response_tokens=20, reference=HalfProbabilityReference())
 
 
 T = TypeVar("T")
@@ -62,35 +62,35 @@ class KilledError(Exception):
 
 
 class Life:
-    """One life of the process: it is killed at the `num_moments`-th moment between two things it does to a stream."""
+    """Lifetime of the process: raises KilledError at the check number `num_checks`."""
 
-    def __init__(self, num_moments: int) -> None:
-        self._num_left = num_moments
+    def __init__(self, num_checks: int) -> None:
+        self._num_left = num_checks
 
-    def go_on(self) -> None:
+    def check(self) -> None:
         self._num_left -= 1
         if self._num_left < 0:
             raise KilledError
 
 
-class Mortal(MemoryStream[Record]):
-    """A stream that outlives the process that uses it."""
+class KillingStream(MemoryStream[Record]):
+    """Stream that may kill its process before or after each operation; the records survive."""
 
     life = Life(10**9)
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
-        return self._between_two_moments(lambda: super(Mortal, self).append(record, timeout_s))
+        return self._checked(lambda: super(KillingStream, self).append(record, timeout_s))
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
-        return self._between_two_moments(lambda: super(Mortal, self).read(from_offset, max_records, timeout_s=0))
+        return self._checked(lambda: super(KillingStream, self).read(from_offset, max_records, timeout_s=0))
 
     def trim(self, before_offset: int) -> None:
-        self._between_two_moments(lambda: super(Mortal, self).trim(before_offset))
+        self._checked(lambda: super(KillingStream, self).trim(before_offset))
 
-    def _between_two_moments(self, act: Callable[[], T]) -> T:
-        self.life.go_on()
-        result = act()
-        self.life.go_on()
+    def _checked(self, operation: Callable[[], T]) -> T:
+        self.life.check()
+        result = operation()
+        self.life.check()
         return result
 
 
@@ -132,7 +132,7 @@ def chosen(index: int) -> ChosenBatch:
 
 
 def message(batch: TrainingBatch) -> bytes:
-    """Everything in it, bit for bit, but the time it took."""
+    """All fields of a batch except its build time, encoded for a bitwise comparison."""
     metrics = {name: value for name, value in batch.metrics.items() if name != CLOCK}
     return Codec(TrainingBatch).encode(replace(batch, metrics=metrics))
 
@@ -153,21 +153,23 @@ def has_reached(stream: MemoryStream[TrainingBatch], offset: int) -> bool:
     return stream.next_offset() == offset
 
 
-lives = st.tuples(st.integers(0, 3), st.integers(0, 25))  # records handed over before it, moments until it is killed
+lives = st.tuples(
+    st.integers(0, 3), st.integers(0, 25)
+)  # new records before the process starts, checks until it is killed
 
 
 @given(st.lists(lives, max_size=12))
-def test_wherever_it_is_killed_each_batch_is_made_exactly_once(lives: list[tuple[int, int]]) -> None:
-    groups: Mortal[ChosenBatch] = Mortal(capacity=100)
-    batches: Mortal[TrainingBatch] = Mortal(capacity=100)
+def test_each_batch_is_built_once_despite_kills(lives: list[tuple[int, int]]) -> None:
+    groups: KillingStream[ChosenBatch] = KillingStream(capacity=100)
+    batches: KillingStream[TrainingBatch] = KillingStream(capacity=100)
     codec = Codec(ChosenBatch)
     num_records = 0
-    for num_new, num_moments in [*lives, (1, 10**6)]:
+    for num_new, num_checks in [*lives, (1, 10**6)]:
         groups.life = batches.life = Life(10**6)
         for index in range(num_records, num_records + num_new):
             groups.append(codec.decode(codec.encode(chosen(index))))
         num_records += num_new
-        groups.life = batches.life = Life(num_moments)
+        groups.life = batches.life = Life(num_checks)
         with contextlib.suppress(KilledError):
             loop_between(groups, batches).run(partial(has_reached, batches, num_records))
             assert batches.next_offset() == num_records
@@ -175,14 +177,14 @@ def test_wherever_it_is_killed_each_batch_is_made_exactly_once(lives: list[tuple
         assert batches.next_offset() <= num_records
         if num_records:
             (last,) = groups.read(num_records - 1)
-            assert last.actor_state == chosen(num_records - 1).actor_state, "the actor could not go on"
-    made = batches.read(0, 100)
-    assert [message(batch) for batch in made] == in_process(num_records)
-    assert all(batch.metrics[CLOCK] > 0 for batch in made)
+            assert last.actor_state == chosen(num_records - 1).actor_state, "the actor could not resume"
+    built = batches.read(0, 100)
+    assert [message(batch) for batch in built] == in_process(num_records)
+    assert all(batch.metrics[CLOCK] > 0 for batch in built)
     assert len(groups.read(num_records - 1, 100)) == 1
 
 
-def test_records_whose_batches_are_there_are_trimmed() -> None:
+def test_records_with_a_finished_batch_are_trimmed() -> None:
     groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=100)
     batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
     for index in range(5):
@@ -194,7 +196,7 @@ def test_records_whose_batches_are_there_are_trimmed() -> None:
     assert [batch.index for batch in batches.read(0, 100)] == [0, 1, 2]
 
 
-def test_a_batch_waits_for_room_and_a_stop_request_ends_the_wait() -> None:
+def test_stop_request_ends_the_wait_for_room() -> None:
     groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=100)
     batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=1)
     for index in range(3):
@@ -209,13 +211,13 @@ def test_a_batch_waits_for_room_and_a_stop_request_ends_the_wait() -> None:
         should_stop.set()
         thread.join(10)
     assert not thread.is_alive()
-    assert batches.next_offset() == 2, "the stream holds more than it has room for"
+    assert batches.next_offset() == 2, "the stream holds more records than its capacity"
     assert batches.read(2, timeout_s=0) == []
     loop_between(groups, batches).run(lambda: batches.next_offset() == 3)
     assert [message(batch) for batch in batches.read(0, 3)] == in_process(3)
 
 
-def test_the_reference_and_the_actor_reach_the_batch() -> None:
+def test_batch_has_reference_logprobs_and_actor_state() -> None:
     groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=1)
     batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=1)
     groups.append(chosen(0))

@@ -1,4 +1,4 @@
-"""Greedy collation covers every sequence once, and packs as tightly as the published examples."""
+"""Greedy collation packs every sequence once, and as tightly as the published examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midflight.types import RolloutId, Trajectory
 
 
 def naive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """In the order they come, a new microbatch whenever the next does not fit: what greedy collation is against."""
+    """Pack in order of arrival, with a new microbatch for a sequence that does not fit: the baseline."""
     bins: list[list[int]] = []
     for length in lengths:
         if not bins or sum(bins[-1]) + length > max_tokens:
@@ -60,7 +60,7 @@ def test_known_packings(
     assert naive(lengths, max_tokens) == in_order
     bins = greedy(lengths, max_tokens)
     assert [sorted(members, reverse=True) for members in bins] == expected
-    assert tuple(len(each) * max_tokens - sum(lengths) for each in (in_order, bins)) == padding
+    assert tuple(len(packing) * max_tokens - sum(lengths) for packing in (in_order, bins)) == padding
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_known_packings(
         (lambda rng: rng.lognormal(np.log(3000), 0.9, 512), 65536, 0.054, 0.016),
         (lambda rng: rng.integers(1, 8193, 512), 8192, 0.230, 0.027),
     ],
-    ids=["lognormal", "lognormal in large microbatches", "uniform"],
+    ids=["lognormal", "lognormal, large microbatches", "uniform"],
 )
-def test_padding_nearly_disappears_as_in_the_paper(
+def test_padding_is_as_small_as_in_the_paper(
     draw: Callable[[np.random.Generator], np.ndarray],
     max_tokens: int,
     fewer_microbatches: float,
     greedy_padding: float,
 ) -> None:
-    """The means over 40 draws of 512 lengths; no draw is packed worse than in the order the sequences came."""
+    """The expected values are means over 40 draws of 512 lengths; no draw is packed worse than in order of arrival."""
     fewer, padding = [], []
     for seed in range(40):
         lengths = draw(np.random.default_rng(seed)).round().astype(int).clip(1, min(max_tokens, 16384)).tolist()
@@ -90,8 +90,8 @@ def test_padding_nearly_disappears_as_in_the_paper(
     assert np.mean(padding) == pytest.approx(greedy_padding, abs=0.01)
 
 
-def test_a_sequence_longer_than_a_microbatch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="11 tokens does not fit into a microbatch of 10"):
+def test_sequence_longer_than_a_microbatch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="11 tokens does not fit into a microbatch of 10 tokens"):
         collate([3, 11], 10)
 
 
@@ -115,11 +115,11 @@ def trajectory(kind: int, number: int, length: int) -> Trajectory:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(3, 40)), min_size=1, max_size=20))
-def test_packed_tokens_keep_everything_they_carry(drawn: list[tuple[int, int]]) -> None:
-    """With prompts of two tokens, the same for every trajectory of the same kind."""
-    made = [trajectory(kind, number, length) for number, (kind, length) in enumerate(drawn)]
+def test_packed_tokens_keep_all_their_fields(drawn: list[tuple[int, int]]) -> None:
+    """Prompts have two tokens; trajectories of the same kind have the same prompt."""
+    trajectories = [trajectory(kind, number, length) for number, (kind, length) in enumerate(drawn)]
     seen = []
-    for microbatch in pack(made, max_tokens=64):
+    for microbatch in pack(trajectories, max_tokens=64):
         assert microbatch.sequence_lengths.sum() == len(microbatch.token_ids)
         ends = np.cumsum(microbatch.sequence_lengths)
         prompts = []
@@ -133,7 +133,7 @@ def test_packed_tokens_keep_everything_they_carry(drawn: list[tuple[int, int]]) 
         ):
             where = np.concatenate([np.arange(start, start + shared), np.arange(end - length, end)])
             number = int(microbatch.token_ids[end - 1]) // 1000
-            expected = made[number]
+            expected = trajectories[number]
             seen.append(number)
             assert first_version == expected.first_version
             np.testing.assert_array_equal(microbatch.token_ids[where], expected.token_ids)
@@ -143,29 +143,29 @@ def test_packed_tokens_keep_everything_they_carry(drawn: list[tuple[int, int]]) 
             np.testing.assert_array_equal(microbatch.weight_versions[where], expected.weight_versions)
             np.testing.assert_array_equal(microbatch.advantages[where], expected.advantages)
             prompts.append((bytes(expected.token_ids[:2]), int(shared)))
-        # Each prompt is there once: with the first trajectory that has it.
+        # Each prompt is stored once, with the first trajectory that has it.
         for prompt, shared in prompts:
             first = next(index for index, (other, _) in enumerate(prompts) if other == prompt)
             assert prompts[first][1] == 0
             assert shared == 2 or prompts.index((prompt, 0)) == first
         assert sum(shared == 0 for _, shared in prompts) == len({prompt for prompt, _ in prompts})
-    assert sorted(seen) == list(range(len(made)))
+    assert sorted(seen) == list(range(len(trajectories)))
 
 
 @given(st.integers(1, 8), st.integers(0, 12), st.integers(0, 10**6))
-def test_ranks_get_equal_shares_of_every_trajectory(num_ranks: int, share: int, index: int) -> None:
-    ranks = assign_to_ranks(num_ranks * share, num_ranks, index)
-    assert [len(members) for members in ranks] == [share] * num_ranks
-    assert sorted(member for members in ranks for member in members) == list(range(num_ranks * share))
+def test_ranks_get_equally_many_trajectories(num_ranks: int, size: int, index: int) -> None:
+    ranks = assign_to_ranks(num_ranks * size, num_ranks, index)
+    assert [len(members) for members in ranks] == [size] * num_ranks
+    assert sorted(member for members in ranks for member in members) == list(range(num_ranks * size))
     assert all(members == sorted(members) for members in ranks)
-    assert assign_to_ranks(num_ranks * share, num_ranks, index) == ranks
+    assert assign_to_ranks(num_ranks * size, num_ranks, index) == ranks
 
 
-def test_each_batch_is_shared_in_another_way() -> None:
-    """So that no rank gets the same members of each group for ever."""
+def test_each_batch_is_assigned_differently() -> None:
+    """A fixed assignment would always give a rank the same members of each group."""
     assert len({str(assign_to_ranks(16, 2, index)) for index in range(20)}) == 20
 
 
-def test_shares_that_cannot_be_equal_are_an_error() -> None:
-    with pytest.raises(ValueError, match="10 rollouts cannot be shared equally by 4 ranks"):
+def test_unequal_division_among_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="10 rollouts cannot be divided equally among 4 ranks"):
         assign_to_ranks(10, 4, 0)

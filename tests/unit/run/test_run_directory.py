@@ -44,7 +44,7 @@ def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
 def test_a_run_that_is_in_use_is_left_alone(run: RunDirectory) -> None:
     files = sorted(run.path.rglob("*"))
     with run.locked():
-        with pytest.raises(RunDirectoryError, match="is in use by another run"), run.locked():
+        with pytest.raises(RunDirectoryError, match="is in use by another process"), run.locked():
             pass
         assert sorted(run.path.rglob("*")) == sorted([*files, run.path / ".lock"])
     with run.locked():
@@ -54,7 +54,7 @@ def test_a_run_that_is_in_use_is_left_alone(run: RunDirectory) -> None:
 def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
     with run.worker_locked("rollout"), run.worker_locked("trainer"):
         again = run.worker_locked("trainer")
-        with pytest.raises(RunDirectoryError, match="it has a trainer process already"):
+        with pytest.raises(RunDirectoryError, match="a trainer process is already running"):
             again.__enter__()
     with run.worker_locked("trainer"):
         pass

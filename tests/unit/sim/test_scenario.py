@@ -84,7 +84,7 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
     notes = plan_scenario(scenario, Goal(max_lag=20), "corrected").notes
     assert len(notes) == 2
     assert "the slowest of their group of 8" in notes[0]
-    assert "engines that fail" in notes[1]
+    assert "failures of engines" in notes[1]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
         (["cluster.num_engines=128"], "cluster.num_engines = 128: of 128 GPUs and 1 per engine, 1 to 127 would work"),
         (["cluster.num_gpus=1"], "cluster.num_gpus = 1: too few for an engine of 1 and a trainer; 2 would work"),
         (["batch.group_size=3"], "batch: batch_size = 128 is not a multiple of group_size = 3"),
-        (["batch.filter_rate=0.5"], "batch.filter_rate = 0.5: the formulas know no dynamic sampling"),
+        (["batch.filter_rate=0.5"], "batch.filter_rate = 0.5: the formulas do not model dynamic sampling"),
         (["schedule.queue_capacity=64"], "schedule.queue_capacity = 64 is less than batch.batch_size = 128"),
         (["--max-lag", "0"], "max_lag = 0: no split has less than 1"),
         (["--rate", "25"], "rate = 25: no split is faster than 19.4"),

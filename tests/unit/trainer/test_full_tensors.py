@@ -1,4 +1,4 @@
-"""Whole tensors from shards: equal to what torch makes of them, for shapes that do not divide evenly."""
+"""Full tensors from shards equal torch's full tensors, for shapes that do not divide evenly."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from midflight.trainer.full_tensors import full_tensors, local, local_rows
 from midflight.trainer.process_group import DistributedGroup, join_process_group
 
 SHAPES = [(7, 3), (1, 5), (2,), (6, 2, 2), (5,), (3, 0), (64, 9), (4, 1), (1,), (300, 7)]
-BUCKETS = [1, 100, 1 << 20]  # bytes: one tensor each, some together, all together
+BUCKETS = [1, 100, 1 << 20]  # bytes: one tensor per bucket, several, all
 
 
 def tensors_of(group: DistributedGroup) -> dict[str, torch.Tensor]:
-    """Sharded ones of two dtypes, with one that is not sharded among them."""
+    """Sharded tensors of two dtypes, and one unsharded tensor."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for number, shape in enumerate(SHAPES):
-        whole = torch.randn(shape, generator=generator)
+        full = torch.randn(shape, generator=generator)
         dtype = torch.bfloat16 if number in (3, 4) else torch.float32
-        tensors[f"t{number}"] = distribute_tensor(whole.to(dtype), group.mesh, [Shard(0)])
+        tensors[f"t{number}"] = distribute_tensor(full.to(dtype), group.mesh, [Shard(0)])
         if number == 5:
             tensors["step"] = torch.tensor(4.0)
     return tensors
@@ -36,20 +36,19 @@ def check(group: DistributedGroup) -> None:
     tensors = tensors_of(group)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            expected = tensor.full_tensor()
             rows = local_rows(tensor)
             assert rows is not None
-            assert torch.equal(local(tensor), expected[rows]), name
+            assert torch.equal(local(tensor), tensor.full_tensor()[rows]), name
     for bucket_bytes in BUCKETS:
-        found = dict(full_tensors(tensors.items(), bucket_bytes))
-        whole = {
+        gathered = dict(full_tensors(tensors.items(), bucket_bytes))
+        expected = {
             name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()
         }
         expected_names = list(tensors) if group.rank == 0 else ["step"]
-        assert list(found) == expected_names
-        for name, tensor in found.items():
-            assert tensor.dtype == whole[name].dtype
-            assert torch.equal(tensor, whole[name]), (name, bucket_bytes)
+        assert list(gathered) == expected_names
+        for name, tensor in gathered.items():
+            assert tensor.dtype == expected[name].dtype
+            assert torch.equal(tensor, expected[name]), (name, bucket_bytes)
 
 
 def check_messages(group: DistributedGroup) -> None:
@@ -62,7 +61,7 @@ def check_messages(group: DistributedGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shards_come_together_and_messages_arrive(num_ranks: int, tmp_path: Path) -> None:
+def test_ranks_gather_full_tensors_and_messages(num_ranks: int, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(midflight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -77,7 +76,7 @@ def test_shards_come_together_and_messages_arrive(num_ranks: int, tmp_path: Path
     assert [process.returncode for process in processes] == [0] * num_ranks, "\n".join(errors)
 
 
-def test_what_is_not_sharded_passes_through() -> None:
+def test_unsharded_tensors_pass_through() -> None:
     tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
     assert [(name, tensor.tolist()) for name, tensor in full_tensors(tensors.items(), bucket_bytes=4)] == [
         ("a", [0.0, 1.0, 2.0]),

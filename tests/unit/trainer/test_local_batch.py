@@ -1,4 +1,4 @@
-"""What each rank does of a batch."""
+"""Local batches: the microbatches of each rank, and its dummy microbatches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .test_loop import batch
 
 
 def microbatch(num_tokens: int) -> Microbatch:
-    """Told from others by its length."""
-    ((made,),) = batch(0, 1.0).microbatches
-    return replace(made, token_ids=np.zeros(num_tokens, np.int32))
+    """Microbatch that its length identifies."""
+    ((original,),) = batch(0, 1.0).microbatches
+    return replace(original, token_ids=np.zeros(num_tokens, np.int32))
 
 
 def lengths(local: LocalBatch) -> tuple[list[int], list[int]]:
-    return [len(each.token_ids) for each in local.microbatches], [
-        len(each.token_ids) for each in local.dummy_microbatches
-    ]
+    return (
+        [len(microbatch.token_ids) for microbatch in local.microbatches],
+        [len(microbatch.token_ids) for microbatch in local.dummy_microbatches],
+    )
 
 
 @pytest.mark.parametrize(
-    ("made_for", "expected"),
+    ("packed_for", "expected"),
     [
         ([[5, 3], [4, 6]], [([5, 3], []), ([4, 6], [])]),
         ([[5, 3, 7], [4]], [([5, 3, 7], []), ([4], [3, 3])]),
@@ -35,8 +36,11 @@ def lengths(local: LocalBatch) -> tuple[list[int], list[int]]:
         ([[5, 3, 7]], [([5, 7], []), ([3], [3])]),
         ([[5], [3, 7], [2]], [([5, 7], []), ([3, 2], [])]),
     ],
-    ids=["equal", "unequal", "one empty", "both empty", "made for one rank", "made for three"],
+    ids=["equal", "unequal", "one empty", "both empty", "packed for one rank", "packed for three"],
 )
-def test_all_ranks_do_as_many_passes(made_for: list[list[int]], expected: list[tuple[list[int], list[int]]]) -> None:
-    shared = replace(batch(0, 1.0), microbatches=[[microbatch(each) for each in local] for local in made_for])
-    assert [lengths(local_batch_of(shared, rank, 2)) for rank in range(2)] == expected
+def test_all_ranks_do_equally_many_passes(
+    packed_for: list[list[int]], expected: list[tuple[list[int], list[int]]]
+) -> None:
+    microbatches = [[microbatch(num_tokens) for num_tokens in local] for local in packed_for]
+    packed = replace(batch(0, 1.0), microbatches=microbatches)
+    assert [lengths(local_batch_of(packed, rank, 2)) for rank in range(2)] == expected

@@ -1,4 +1,4 @@
-"""The training loop around a backend that is not a model: skipped steps, the stop after too many, checkpoints."""
+"""Training loop around a backend without a model: skipped steps, the stop after too many, checkpoints."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from midflight.types import ActorState, GroupId, Microbatch, TrainingBatch
 from narrowing import present
 
 
-class OneWeight:
-    """A backend whose policy is one number; its gradient is not finite when an advantage is not."""
+class ScalarBackend:
+    """Backend whose policy is one number; its gradient is not finite if an advantage is not finite."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros((), requires_grad=True)
@@ -111,11 +111,11 @@ def loop_over(
     advantages: list[float],
     learning_rate: Callable[[int], float] = lambda step: 1.0,
     **settings: object,
-) -> Iterator[tuple[TrainLoop, OneWeight]]:
+) -> Iterator[tuple[TrainLoop, ScalarBackend]]:
     stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
     for index, advantage in enumerate(advantages):
         stream.append(batch(index, advantage))
-    backend = OneWeight()
+    backend = ScalarBackend()
     defaults = LoopSettings(
         max_steps=len(advantages),
         checkpoint_every=1000,
@@ -130,8 +130,8 @@ def loop_over(
         yield TrainLoop(chosen, step, stream, TrainerState(), Tracer(None, "trainer"), metrics), backend
 
 
-# The first step's ratio is 1; it moves the policy by 1, so the second's is e.
-def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
+# The ratio of the first step is 1. The step moves the policy by 1, so the ratio of the second step is e.
+def test_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with loop_over(tmp_path, [1.0, float("nan"), 1.0]) as (loop, backend):
         loop.run(lambda: False)
     assert loop.state.version == 3
@@ -140,7 +140,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> Non
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 0.0]
 
 
-def test_five_in_a_row_stop_the_run_with_the_batch_and_a_checkpoint(tmp_path: Path) -> None:
+def test_five_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     nan = float("nan")
     advantages = [1.0, nan, nan, nan, nan, 1.0, nan, nan, nan, nan, nan, 1.0]
     with loop_over(tmp_path, advantages) as (loop, _), pytest.raises(NonFiniteLossError, match="5 steps") as raised:
@@ -155,13 +155,13 @@ def test_five_in_a_row_stop_the_run_with_the_batch_and_a_checkpoint(tmp_path: Pa
     assert float((newest / "weight").read_text()) == pytest.approx(1 + math.e)
 
 
-def test_checkpoints_are_made_on_the_way_and_the_oldest_deleted(tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted(tmp_path: Path) -> None:
     with loop_over(tmp_path, [1.0] * 7, checkpoint_every=2) as (loop, _):
         loop.run(lambda: False)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_6", "step_7"]
 
 
-def test_a_stop_request_is_a_checkpoint(tmp_path: Path) -> None:
+def test_stop_request_writes_a_checkpoint(tmp_path: Path) -> None:
     with loop_over(tmp_path, [1.0] * 7) as (loop, backend):
         loop.run(lambda: len(backend.published) == 3)
     newest = newest_checkpoint(tmp_path / "checkpoints")
@@ -169,7 +169,7 @@ def test_a_stop_request_is_a_checkpoint(tmp_path: Path) -> None:
     assert newest.name == "step_3"
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one_and_no_rubbish(tmp_path: Path) -> None:
+def test_failed_checkpoint_keeps_the_older_one_and_leaves_no_files(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, TrainerState(version=3), lambda path: None, keep=1)
 
     def disk_full(path: Path) -> None:
@@ -181,15 +181,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one_and_no_rubbish
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
-def test_a_damaged_checkpoint_state_is_named(tmp_path: Path) -> None:
+def test_damaged_checkpoint_state_is_reported(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path, TrainerState(version=3), lambda path: None, keep=1)
     (checkpoint / "trainer_state.json").write_text('{"version": 3')
     with pytest.raises(CheckpointError, match=r"step_3/trainer_state\.json cannot be read"):
         load_state(checkpoint)
 
 
-def test_every_step_has_its_own_learning_rate(tmp_path: Path) -> None:
-    """The first step's ratio is 1, the second's e^0.5: the policy moved by the first rate."""
+def test_each_step_uses_its_own_learning_rate(tmp_path: Path) -> None:
+    """The ratios are 1 and e^0.5, because the first step moves the policy by the first rate."""
     with loop_over(tmp_path, [1.0, 1.0], learning_rate=lambda step: [0.5, 0.25][step]) as (loop, backend):
         loop.run(lambda: False)
     assert float(backend.weight.detach()) == pytest.approx(0.5 + 0.25 * math.exp(0.5))

@@ -1,4 +1,4 @@
-"""Compares the Triton kernel with the reference; run in a process of its own, with TRITON_INTERPRET=1 or on a GPU."""
+"""Script that compares the Triton kernel with the reference; needs TRITON_INTERPRET=1 or a GPU, and its own process."""
 
 from __future__ import annotations
 

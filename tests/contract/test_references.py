@@ -224,7 +224,7 @@ def test_a_refusal_says_where_it_is_from(server) -> None:
 def test_nobody_is_there() -> None:
     with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:9 cannot be reached: "):
         HTTPReference("http://127.0.0.1:9", 1.0)
-    with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:99x is no URL: "):
+    with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:99x is not a URL: "):
         HTTPReference("http://127.0.0.1:99x", 1.0)
 
 

@@ -183,7 +183,7 @@ def test_a_server_that_was_started_again_is_not_asked_with_its_old_weights(start
     with HTTPGenerator(first.url) as client:
         client.update_weights(3, weights_of(tiny_model(seed=1)))
         first.driver.weight_version = 0  # as after a start
-        with pytest.raises(GenerationError, match="the weights are of version 0, and 3 is asked for"):
+        with pytest.raises(GenerationError, match="min_weight_version is 3, but the weights have version 0"):
             client.add(requests(1))
         assert client.num_in_flight == 0
         first.driver.weight_version = 4

@@ -190,7 +190,7 @@ def test_a_restarted_server_with_old_weights_is_refused(start_server: StartServe
     with HTTPGenerator(first.url) as client:
         client.update_weights(3, weights_of(tiny_model(seed=1)))
         first.driver.weight_version = 0  # as after a restart
-        with pytest.raises(GenerationError, match="min_weight_version is 3, and the weights are of version 0"):
+        with pytest.raises(GenerationError, match="min_weight_version is 3, but the weights have version 0"):
             client.add(requests(1))
         assert client.num_in_flight == 0
         first.driver.weight_version = 4

@@ -229,7 +229,7 @@ def test_a_refusal_names_the_url(server: Server) -> None:
 def test_a_url_without_server_is_an_error() -> None:
     with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:9 cannot be reached: "):
         HTTPReference("http://127.0.0.1:9", 1.0)
-    with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:99x is no URL: "):
+    with pytest.raises(GenerationLostError, match=r"http://127\.0\.0\.1:99x is not a URL: "):
         HTTPReference("http://127.0.0.1:99x", 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The paged KV cache: where keys and values of every sequence live.
+"""The paged KV cache: keys and values of every sequence.
 
 Suffixes: K key/value heads, E head dimension.
 """
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Tokens a page holds. Sixteen scores fill one vector register of the CPU kernel.
+# Tokens per page. Sixteen scores fill one vector register of the CPU kernel.
 PAGE_SIZE = 16
-# Never given to a sequence: padding of captured CUDA graphs is written here.
+# Never allocated to a sequence: captured CUDA graphs write the keys and values of padding here.
 SCRATCH_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """One layer's part of the cache."""
+    """The cached keys and values of one layer."""
 
-    keys: Tensor  # [pages, K, E, PAGE_SIZE]: the tokens of a page side by side
+    keys: Tensor  # [pages, K, E, PAGE_SIZE]: the tokens of a page are contiguous
     values: Tensor  # [pages, K, PAGE_SIZE, E]
 
     @property
@@ -34,6 +34,8 @@ class KVLayer:
 
 
 class KVCache:
+    """The cache of all layers, allocated as one tensor."""
+
     def __init__(
         self,
         num_layers: int,
@@ -54,10 +56,11 @@ class KVCache:
         )
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source, target) pairs; every source is read before any target is written."""
+        """Copy pages, given as (source, target) pairs; every source is read before any target is written."""
         sources, targets = torch.tensor(copies, device=self._pages.device).unbind(1)
         self._pages.index_copy_(2, targets, self._pages.index_select(2, sources))
 
 
 def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Size of one page over all layers (bytes)."""
     return num_layers * 2 * num_kv_heads * head_dim * PAGE_SIZE * dtype.itemsize

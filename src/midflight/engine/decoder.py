@@ -1,6 +1,6 @@
 """The forward pass of the Llama, Qwen2 and Qwen3 families for generation, over fused weights.
 
-The query, key and value projections are one matrix, gate and up another: fewer, larger products.
+One matrix holds the query, key and value projections, another one gate and up: fewer, larger products.
 
 Suffixes: T tokens of a step, D model, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
@@ -23,14 +23,14 @@ from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
 from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
 
-# Rows of embedding and output head that are copied in one piece of an update.
+# Rows of the embedding and the output head that an update copies at a time.
 _VOCAB_BLOCK = 8192
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """The sizes and constants of a decoder, read from a Hugging Face config."""
+    """Sizes and constants of a decoder, read from a Hugging Face config."""
 
     model: ModelShape
     hidden_size: int
@@ -44,7 +44,7 @@ class DecoderShape:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> DecoderShape | None:
-        """None for a family or an option this decoder does not implement."""
+        """Read the shape; None if this decoder does not implement the model family or one of its options."""
         if config.model_type not in FAMILIES or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
             return None
         rope = config.rope_parameters
@@ -66,7 +66,7 @@ class DecoderShape:
             intermediate_size=config.intermediate_size,
             norm_eps=config.rms_norm_eps,
             rope_theta=rope["rope_theta"],
-            # Qwen2 always has a bias on q, k, v and never on o; the others' option puts one on all four.
+            # Qwen2 always has a bias on q, k, v and never on o. In the other families `attention_bias` covers all four.
             qkv_bias=config.model_type == "qwen2" or attention_bias,
             out_bias=config.model_type != "qwen2" and attention_bias,
             head_norms=config.model_type == "qwen3",
@@ -76,6 +76,8 @@ class DecoderShape:
 
 @dataclass(slots=True)
 class LayerWeights:
+    """Fused weights of one decoder layer."""
+
     input_norm: Tensor  # [D]
     qkv: Linear  # D -> (H + 2K) * E
     qkv_bias: Tensor | None
@@ -88,7 +90,7 @@ class LayerWeights:
 
 
 class DecoderWeights:
-    """One set of weights, and what fills it from tensors under their Hugging Face names."""
+    """Implements WeightSet: one set of fused weights, with writers for the Hugging Face parameter names."""
 
     def __init__(
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
@@ -101,9 +103,9 @@ class DecoderWeights:
             return torch.empty(size, dtype=dtype, device=device)
 
         def linear(num_in: int, num_out: int) -> Linear:
-            made = make_linear(num_in, num_out, dtype, device, kernels)
-            self.finishers.append(made.finish)
-            return made
+            matrix = make_linear(num_in, num_out, dtype, device, kernels)
+            self.finishers.append(matrix.finish)
+            return matrix
 
         self.final_norm = empty(hidden)
         self.writers["model.norm.weight"] = [self.final_norm.copy_]
@@ -135,10 +137,10 @@ class DecoderWeights:
         )
         qkv_sizes = [q_size, kv_size, kv_size]
         matrices = {
-            **_parts(layer.qkv, {f"self_attn.{name}_proj": size for name, size in zip("qkv", qkv_sizes, strict=True)}),
-            **_parts(layer.out, {"self_attn.o_proj": hidden}),
-            **_parts(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}),
-            **_parts(layer.down, {"mlp.down_proj": hidden}),
+            **_split(layer.qkv, {f"self_attn.{name}_proj": size for name, size in zip("qkv", qkv_sizes, strict=True)}),
+            **_split(layer.out, {"self_attn.o_proj": hidden}),
+            **_split(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}),
+            **_split(layer.down, {"mlp.down_proj": hidden}),
         }
         vectors = {
             "input_layernorm.weight": layer.input_norm,
@@ -157,18 +159,18 @@ class DecoderWeights:
 
 
 def _write_block(write: Writer, start: int, stop: int) -> Writer:
-    """Writes these rows of the whole tensor it gets."""
+    """Return a writer that takes a whole tensor and passes rows `start` to `stop` on to `write`."""
     return lambda weight: write(weight[start:stop])
 
 
-def _parts(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Writer]:
-    """A writer for each of the projections that share a matrix, in this order."""
+def _split(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Writer]:
+    """Return one writer for each projection in a fused matrix; `sizes` gives their output features, in order."""
     stops = list(itertools.accumulate(sizes.values()))
     return {name: linear.writer(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
 class Decoder(UpdatedInFlight[DecoderWeights]):
-    """Implements EngineModel. Computes in `dtype`; updates come in the dtype of the first weights."""
+    """Implements EngineModel with fused weights. Computes in `dtype`; updates must have the dtype of `weights`."""
 
     def __init__(
         self,
@@ -197,13 +199,13 @@ class Decoder(UpdatedInFlight[DecoderWeights]):
             x += layer.out(kernels.attend(query, batch, kv, scale), layer.out_bias)
             gate_up = layer.gate_up(kernels.rms_norm(x, layer.post_norm, eps))
             x += layer.down(kernels.silu_mul(gate_up))
-        if batch.chunks:  # else every token's logits are wanted, in order
+        if batch.chunks:  # a step without chunks needs the logits of every token, in order
             x = x[batch.logits_index]
         return weights.head(kernels.rms_norm(x, weights.final_norm, eps)).float()
 
 
 def _rope_tables(shape: DecoderShape, max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, float32 [max_length, E / 2]."""
+    """Return cos and sin of the rotary angles of every position, float32 [max_length, E / 2] each."""
     half = shape.model.head_dim // 2
     frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies

@@ -1,8 +1,8 @@
 """Continuous batching with in-flight weight updates, in one process, over PyTorch.
 
-`step()` = adopt new weights? -> schedule -> run -> sample -> record. New weights take over between two steps: sequences
-in flight keep their keys and values and their tokens, and go on. Every token is recorded with the version that
-sampled it.
+`step()` = adopt new weights, if any -> schedule -> run -> sample -> record. New weights take effect between two steps:
+sequences in flight keep their tokens, keys and values, and continue. Every token is recorded with the weight version
+that sampled it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from midflight.types import TEMPERATURES, Completion, GeneratedTokens, Generatio
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """How much an engine takes on at once."""
+    """Capacity of an engine."""
 
-    max_num_seqs: int  # sequences
+    max_num_seqs: int  # slots of the running batch
     max_prompt_tokens: int
     max_new_tokens: int
-    max_batched_tokens: int = 512  # of one step, decodes and pieces of prefills
-    kv_cache_bytes: int | None = None  # None: room for every slot at its longest
-    max_update_pause_s: float | None = None  # new weights are copied in slices of this; None: all at once
+    max_batched_tokens: int = 512  # decode and prefill tokens in one step
+    kv_cache_bytes: int | None = None  # None: enough for every slot at its maximum length
+    max_update_pause_s: float | None = None  # longest copy of new weights between two steps; None: copy all at once
 
     @property
     def max_length(self) -> int:
+        """Largest number of prompt and response tokens of one sequence."""
         return self.max_prompt_tokens + self.max_new_tokens
 
 
 class Engine:
     """Implements Generator over an EngineModel.
 
-    Keys and values of sequences in flight survive an update, or are computed again from their tokens with the new
-    weights if `recompute_kv`. Known prefixes never do.
+    After a weight update, sequences in flight keep their keys and values. If `recompute_kv`, the new weights compute
+    them again from the tokens. The prefix cache is always emptied.
     """
 
     def __init__(
@@ -58,17 +59,20 @@ class Engine:
         recompute_kv: bool = False,
         prefix_caching: bool = True,
     ) -> None:
-        """Raises: ModelError if the model's context or the cache is too small for one sequence."""
+        """Allocate the KV cache.
+
+        Raises: ModelError if the model's context or the cache is too small for one sequence.
+        """
         shape = model.shape
         if limits.max_length > shape.max_positions:
             raise ModelError(
                 f"{limits.max_prompt_tokens} prompt and {limits.max_new_tokens} new tokens are more than the model's"
-                f" context of {shape.max_positions}"
+                f" context of {shape.max_positions}; lower one of the two limits"
             )
         self._model: EngineModel = model
         self._limits, self._version, self._recompute_kv = limits, version, recompute_kv
         max_pages = -(-limits.max_length // PAGE_SIZE)
-        # One page more than the sequences need is never given out.
+        # Plus the scratch page, which is never allocated to a sequence.
         num_pages = limits.max_num_seqs * max_pages + 1
         if limits.kv_cache_bytes is not None:
             one_page = page_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)
@@ -76,7 +80,7 @@ class Engine:
             if num_pages - 1 < max_pages:
                 raise ModelError(
                     f"a KV cache of {limits.kv_cache_bytes} bytes has {num_pages} pages of {one_page} bytes; one"
-                    f" sequence of {limits.max_length} tokens needs {max_pages + 1}"
+                    f" sequence of {limits.max_length} tokens needs {max_pages + 1}; give the cache more bytes"
                 )
         if model.device.type == "cuda":
             self._model = GraphedModel(model, max_pages)
@@ -103,11 +107,12 @@ class Engine:
 
     @property
     def num_preempted(self) -> int:
-        """How often a sequence gave its pages back and was prefilled again later."""
+        """Number of preemptions so far: a sequence gave back its pages and is prefilled again later."""
         return self._scheduler.num_preempted
 
     @property
     def compute_dtype(self) -> torch.dtype:
+        """The dtype of the forward pass and the KV cache."""
         return self._model.dtype
 
     @property
@@ -119,7 +124,7 @@ class Engine:
         for request in requests:
             self._check(request)
             if request.rollout_id in seen:
-                raise RequestError(f"request {request.rollout_id} is there twice")
+                raise RequestError(f"request {request.rollout_id} is in the list twice; every request needs its own id")
             seen.add(request.rollout_id)
         for request in requests:
             self._scheduler.add(request)
@@ -132,8 +137,12 @@ class Engine:
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
         if self.update_pending:
-            raise WeightUpdateError(f"version {version} came while version {self._pending_version} is being adopted")
-        # Along a sequence versions never go down. An idle engine may serve a run that goes on from a checkpoint.
+            raise WeightUpdateError(
+                f"version {version} came while version {self._pending_version} is being adopted; step the engine until"
+                " `update_pending` is False"
+            )
+        # Versions never decrease along a sequence. An idle engine may go back: its run may have resumed from an older
+        # checkpoint.
         if version < self._version and self.num_in_flight:
             raise WeightUpdateError(f"version {version} is older than version {self._version}, which serves")
         self._model.begin_update(weights)
@@ -152,18 +161,18 @@ class Engine:
         token_ids, logprobs, scores = _NO_TOKENS, _NO_LOGPROBS, _NO_LOGPROBS
         if len(plan.token_ids):
             tables = self._running.tables[: self._running.num_active]
-            logits = self._model.forward(Batch.of(plan, tables, self._model.device), self._cache)
+            logits = self._model.forward(Batch.from_plan(plan, tables, self._model.device), self._cache)
         if logits is not None and len(plan.scored_slots):
             num_sampled = len(logits) - len(plan.scored_slots)
             scores = self._score(plan, logits[num_sampled:]).cpu().numpy()
             logits = logits[:num_sampled]
-        if len(plan.sampled_slots):  # else pieces of prefills only
+        if len(plan.sampled_slots):  # none if the step has only unfinished prefills
             drawn, drawn_logprobs = self._sample(plan, logits)
             token_ids, logprobs = drawn.cpu().numpy().astype(np.int32), drawn_logprobs.cpu().numpy()
         return self._scheduler.record(plan, logits, token_ids, logprobs, scores, self._version)
 
     def _adopt_weights(self) -> None:
-        # With nothing in flight nobody is kept waiting.
+        # An idle engine copies everything at once: no sequence has to wait.
         budget_s = self._limits.max_update_pause_s if self.num_in_flight else None
         try:
             is_done = self._model.continue_update(budget_s)
@@ -177,7 +186,10 @@ class Engine:
 
     @torch.inference_mode()
     def _score(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """Log-probabilities of the prompt tokens that come after these logits. Shapes: [P, V] -> [P]."""
+        """Return the log-probability of the prompt token that follows each row of logits.
+
+        Shapes: [P, V] -> [P].
+        """
         running = self._running
         token_ids = running.token_ids[plan.scored_slots, plan.scored_positions].astype(np.int64)
         temperatures = running.temperatures[plan.scored_slots]
@@ -215,7 +227,7 @@ class Engine:
         name = f"request {request.rollout_id}"
         if request.rollout_id in self._scheduler:
             raise RequestError(f"{name} is in flight already")
-        # A prompt that is only scored, or has responses of earlier turns, has room besides that of the longest prompt.
+        # Prompts that are only scored or contain earlier turns may exceed max_prompt_tokens, up to max_length in total.
         only_scored = request.score_prompt and not sampling.max_tokens
         max_prompt_tokens = limits.max_prompt_tokens
         if only_scored or request.first_position:
@@ -227,7 +239,10 @@ class Engine:
         if not (0 < sampling.max_tokens <= limits.max_new_tokens or only_scored):
             raise RequestError(f"{name}: max_tokens is {sampling.max_tokens}, not 1 to {limits.max_new_tokens}")
         if request.generated and len(request.generated) >= sampling.max_tokens:
-            raise RequestError(f"{name}: it already has {len(request.generated)} of {sampling.max_tokens} tokens")
+            raise RequestError(
+                f"{name}: it already has {len(request.generated)} of {sampling.max_tokens} tokens, so none is left to"
+                " sample"
+            )
         if (
             request.generated
             and not 0 <= request.generated.token_ids.min() <= request.generated.token_ids.max() < vocab_size
@@ -251,6 +266,6 @@ class Engine:
             raise RequestError(f"{name}: stop token ids {unknown} are outside 0 to {vocab_size - 1}")
 
 
-# Logits of prompts that a step scores, in elements: 128 MB of float32.
+# Largest size of the logits for prompt scores in one step (elements): 128 MB of float32.
 _MAX_SCORED_LOGITS = 1 << 25
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -1,7 +1,7 @@
-"""CUDA graphs for decode steps: what the host launches once per batch size is replayed from then on.
+"""CUDA graphs for decode steps: the kernel launches of each batch size are captured once, then replayed.
 
-A captured graph reads and writes fixed addresses. So a step's inputs are copied into static buffers, the number of rows
-is rounded up to one of few buckets, and each of the two weight sets has graphs of its own.
+A captured graph reads and writes fixed addresses. Therefore the inputs of a step are copied into static buffers, the
+number of sequences is rounded up to one of a few buckets, and each of the two weight sets has its own graphs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from midflight.engine.cache import PAGE_SIZE, SCRATCH_PAGE, KVCache
 from midflight.engine.model import EngineModel
 from midflight.engine.plan import Batch
 
-# Takes what is to be captured, returns what replays it; the result is written to the same tensor every time.
+# Takes the function to capture and returns a function that replays it. Every replay writes to the same tensor.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def bucket_of(num_seqs: int) -> int:
-    """The number of rows a step is padded to: powers of two up to 8, multiples of 8 up to 64, then of 32."""
+    """Return the padded batch size of a step: powers of two up to 8, multiples of 8 up to 64, then multiples of 32."""
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
     width = 8 if num_seqs <= 64 else 32
@@ -29,7 +29,7 @@ def bucket_of(num_seqs: int) -> int:
 
 
 def capture_cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Warms up on a side stream, as capturing asks for, then captures."""
+    """Capture a CUDA graph, after the required warm-up on a side stream."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -53,10 +53,13 @@ class _Graph:
 
 
 class GraphedModel:
-    """Implements EngineModel around another: pure decode steps are replayed, steps with prefills run as they are."""
+    """Implements EngineModel around another model: replays pure decode steps, passes steps with prefills through."""
 
     def __init__(self, model: EngineModel, max_pages: int, capture: Capture = capture_cuda_graph) -> None:
-        """`max_pages`: of one sequence."""
+        """Wrap a model.
+
+        `max_pages`: largest number of pages of one sequence.
+        """
         self._model, self._max_pages, self._capture = model, max_pages, capture
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self.shape, self.dtype, self.device, self.kernels = model.shape, model.dtype, model.device, model.kernels
@@ -83,7 +86,7 @@ class GraphedModel:
             self._graphs[key] = _Graph(inputs, self._capture(lambda: self._model.forward(inputs, cache)))
         graph = self._graphs[key]
         _fill(graph.inputs, batch)
-        # The next replay writes over its own result; the caller keeps some of the rows.
+        # The next replay overwrites this result, and the prefix cache keeps some of the rows.
         return graph.replay()[: batch.num_decode].clone()
 
     def _static_inputs(self, bucket: int) -> Batch:
@@ -104,7 +107,10 @@ class GraphedModel:
 
 
 def _fill(inputs: Batch, batch: Batch) -> None:
-    """Padding rows decode token 0 at position 0 of the scratch page; nobody reads what comes of it."""
+    """Copy the batch into the static buffers.
+
+    Padding decodes token 0 at position 0 of the scratch page; its logits are never read.
+    """
     num_seqs = batch.num_decode
     inputs.token_ids[:num_seqs].copy_(batch.token_ids)
     inputs.positions[:num_seqs].copy_(batch.positions)

@@ -1,6 +1,7 @@
-"""Any Hugging Face causal LM as an EngineModel: its own module, with attention over the paged cache plugged in.
+"""Any Hugging Face causal LM as an EngineModel: its own module, with attention over the paged cache.
 
-Slower than the fused decoder, since every operation is its own kernel, and right for whatever transformers can load.
+Slower than the fused decoder, because every operation is its own kernel, but works for most models that transformers
+can load.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
 from midflight.errors import ModelError
 
 PAGED_ATTENTION = "midflight_paged"
-# What attention modules pass on besides, though their function has no use for it: positions are in keys and queries.
+# Tensors that attention modules pass on although attention does not need them: positions are in keys and queries.
 _KNOWN_TENSORS = ("position_ids", "cache_position")
 
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """What attention needs beyond queries, keys and values; travels through the module as a keyword argument."""
+    """Inputs of attention besides queries, keys and values; passed through the module as a keyword argument."""
 
     batch: Batch
     cache: KVCache
@@ -47,24 +48,26 @@ def paged_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Store this step's keys and values, attend to the cache; the signature is the AttentionInterface's.
+    """Store the keys and values of this step and attend to the cache, with the signature of AttentionInterface.
 
     Shapes: query [1, H, T, E], key and value [1, K, T, E] -> [1, T, H, E].
-    Raises: ModelError if the module's attention is another function than this one, or keys and values have no room.
+    Raises: ModelError if the module needs another kind of attention, or its keys and values do not fit the cache.
     """
     batch, kernels = paged.batch, paged.kernels
     layer = paged.cache.layers[module.layer_idx]  # type: ignore[index]
     num_tokens, head_dim = query.shape[2:]
     if key.shape != value.shape or (key.shape[1], key.shape[3]) != (layer.num_kv_heads, layer.head_dim):
-        # Kernels trust these sizes.
+        # Kernels do not check these sizes.
         raise ModelError(
             f"layer {module.layer_idx} has keys {list(key.shape)} and values {list(value.shape)}; the engine has room"
             f" for {layer.num_kv_heads} heads of {layer.head_dim}"
         )
-    tensors = [name for name, given in others.items() if isinstance(given, Tensor) and name not in _KNOWN_TENSORS]
+    tensors = [name for name, other in others.items() if isinstance(other, Tensor) and name not in _KNOWN_TENSORS]
     if attention_mask is not None or tensors:
-        what = tensors[0] if tensors else "a mask"
-        raise ModelError(f"layer {module.layer_idx} gives its attention {what}, which the engine's does not know")
+        unsupported = tensors[0] if tensors else "a mask"
+        raise ModelError(
+            f"layer {module.layer_idx} gives its attention {unsupported}, which the engine's attention does not support"
+        )
     if not getattr(module, "is_causal", True):
         raise ModelError(f"layer {module.layer_idx} attends to later tokens; the engine's attention is causal")
     kernels.store(key[0].transpose(0, 1), value[0].transpose(0, 1), batch, layer)
@@ -75,18 +78,18 @@ def paged_attention(
 
 
 class ModuleWeights:
-    """One instance of the module, and what fills its parameters."""
+    """Implements WeightSet: one instance of the module, with writers for its parameters."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels) -> None:
         self.module = module_of(config, dtype).to(device).requires_grad_(False)
-        embeddings = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
+        embeddings = {id(layer.weight) for layer in self.module.modules() if isinstance(layer, nn.Embedding)}
         matrices = {}
         if device.type == "cpu":
-            for part in self.module.modules():
-                if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
-                    # Kept [in, out] under a transposed view: see linear.py.
-                    part.weight.data = part.weight.data.t().contiguous().t()
-                    matrices[id(part.weight)] = part.weight
+            for layer in self.module.modules():
+                if isinstance(layer, nn.Linear) and id(layer.weight) not in embeddings:
+                    # Stored as [in, out] behind a transposed view; linear.py says why.
+                    layer.weight.data = layer.weight.data.t().contiguous().t()
+                    matrices[id(layer.weight)] = layer.weight
         self.finishers: list[Callable[[], None]] = []
         self.writers: dict[str, list[Writer]] = {
             name: [
@@ -99,7 +102,7 @@ class ModuleWeights:
 
 
 class HfModule(UpdatedInFlight[ModuleWeights]):
-    """Implements EngineModel for a module made from `config`. Computes in `dtype`."""
+    """Implements EngineModel with a module created from `config`. Computes in `dtype`."""
 
     def __init__(
         self,
@@ -121,8 +124,8 @@ class HfModule(UpdatedInFlight[ModuleWeights]):
 
 
 def module_of(config: Any, dtype: torch.dtype) -> Any:
-    """A causal LM with the engine's attention, in evaluation mode; its weights have no particular values."""
-    # Takes seconds to import, and the fused decoder needs none of it.
+    """Create a causal LM with the engine's attention, in evaluation mode; its weights are not initialized."""
+    # Imported here because the import takes seconds and the fused decoder does not need it.
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(PAGED_ATTENTION, paged_attention)
@@ -130,7 +133,7 @@ def module_of(config: Any, dtype: torch.dtype) -> Any:
 
 
 def run_module(module: Any, paged: PagedContext) -> Tensor:
-    """Float32 logits [len(batch.logits_index), V] of a causal LM made with PAGED_ATTENTION."""
+    """Run the batch through a module of `module_of`; return float32 logits [len(batch.logits_index), V]."""
     output = module(
         input_ids=paged.batch.token_ids[None],
         position_ids=paged.batch.positions[None],
@@ -142,11 +145,14 @@ def run_module(module: Any, paged: PagedContext) -> Tensor:
 
 
 def module_shape(config: Any) -> ModelShape:
-    """Raises: ModelError for a model whose layers do not all keep keys and values of one size."""
+    """Read the shape from a Hugging Face config.
+
+    Raises: ModelError if the layers do not all have keys and values of one size.
+    """
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds or getattr(config, "is_encoder_decoder", False):
-        what = ", ".join(sorted(kinds)) or "an encoder"
-        raise ModelError(f"the engine runs decoders with attention in every layer, not {config.model_type} with {what}")
+        part = ", ".join(sorted(kinds)) or "an encoder"
+        raise ModelError(f"the engine runs decoders with attention in every layer, not {config.model_type} with {part}")
     try:
         num_heads = config.num_attention_heads
         return ModelShape(
@@ -157,6 +163,6 @@ def module_shape(config: Any) -> ModelShape:
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
         )
-    # transformers raises a RuntimeError for what differs between layers.
+    # transformers raises a RuntimeError for an attribute that differs between layers.
     except (AttributeError, RuntimeError) as error:
         raise ModelError(f"the engine cannot run {config.model_type}: {str(error).split('. ')[0]}") from error

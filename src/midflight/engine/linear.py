@@ -1,4 +1,4 @@
-"""Weight matrices in the layout in which a product with few rows is fast.
+"""Weight matrices in layouts that make products with few tokens fast.
 
 Suffixes: T tokens, in and out features.
 """
@@ -14,30 +14,33 @@ from torch import Tensor
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.weight_sets import Writer
 
-# MKL's packed format pays from about this many elements on; smaller matrices stay in cache as they are. Packing goes in
-# one piece, so an output head would hold up an update for longer than its slice.
+# Sizes (elements) for which MKL's packed format pays: smaller matrices stay in the CPU's cache anyway. A larger one,
+# such as an output head, would take longer to pack than a slice of an update may last.
 _PACK_FROM, _PACK_UP_TO = 1 << 19, 1 << 23
-# The number of rows MKL is told to expect. It is a hint: any number gives the same result.
+# Hint to MKL: expected number of tokens. It does not change results.
 _EXPECTED_ROWS = 64
 
 
 class Linear(Protocol):
+    """A weight matrix that can be written in blocks of output features."""
+
     def writer(self, start: int, stop: int) -> Writer:
-        """What takes a Hugging Face weight [stop - start, in] as the output features `start` to `stop`."""
+        """Return a writer that stores a Hugging Face weight [stop - start, in] as output features `start` to `stop`."""
         ...
 
     def finish(self) -> None:
-        """All features have been written."""
+        """Prepare the matrix for use after all features have been written."""
         ...
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Apply the matrix, [T, in] -> [T, out]."""
         ...
 
 
 def make_linear(
     num_in: int, num_out: int, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
 ) -> Linear:
+    """Allocate a matrix in the fastest layout for its size, dtype and device."""
     can_pack = device.type == "cpu" and dtype is torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if can_pack and _PACK_FROM <= num_in * num_out <= _PACK_UP_TO:
         return PackedLinear(num_in, num_out)
@@ -45,7 +48,7 @@ def make_linear(
 
 
 class TransposedLinear:
-    """[in, out] in memory: with 8 to 48 rows up to four times as fast on a CPU as [out, in]."""
+    """Weights stored as [in, out]: on a CPU up to four times as fast as [out, in] with 8 to 48 tokens."""
 
     def __init__(
         self, num_in: int, num_out: int, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
@@ -64,7 +67,7 @@ class TransposedLinear:
 
 
 class PackedLinear:
-    """Beside the plain [out, in], a copy in the format of MKL's own; float32 on a CPU."""
+    """Weights stored as [out, in] and as a copy in MKL's packed format; float32 on a CPU."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         self._weight = torch.empty(num_out, num_in)
@@ -77,7 +80,7 @@ class PackedLinear:
         self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, _EXPECTED_ROWS)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(x) == 1:  # the packed format is no help to a product of matrix and vector
+        if len(x) == 1:  # the packed format does not speed up a matrix-vector product
             return F.linear(x, self._weight, bias)
         out: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._weight, bias, len(x))
         return out

@@ -1,4 +1,4 @@
-"""The engine's model for a Hugging Face configuration and its weights."""
+"""Loading of an EngineModel from a Hugging Face configuration and weights."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def engine_model(
     kernels: ReferenceKernels | None = None,
     fused: bool = True,
 ) -> EngineModel:
-    """The fused decoder where the model's family has one, else the model's own module.
+    """Build the fused decoder if it supports the model family, else the model's own module.
 
-    `dtype` is what is computed in; None: that of the weights, but float32 for bfloat16 weights on a CPU without
-    instructions for it. `fused = False` takes the module in any case.
+    `dtype`: dtype of the computation; None: the dtype of the weights, but float32 for bfloat16 weights on a CPU without
+    bfloat16 instructions. `fused = False`: always use the model's own module.
     """
     device = torch.device(device)
     dtype = dtype or natural_dtype(next(iter(weights.values())).dtype, device)
@@ -42,7 +42,7 @@ def engine_model(
 
 
 def check_engine_runs(config: Any) -> None:
-    """Run two tokens through the model without its weights, and look at what its attention is asked for.
+    """Run two tokens through the model without its weights and check the calls to its attention.
 
     Raises: ModelError if the engine cannot run this kind of model.
     """
@@ -53,14 +53,14 @@ def check_engine_runs(config: Any) -> None:
         with torch.device("meta"):
             two = torch.arange(2)
             batch = Batch(two, two, two, two, two, two, num_decode=2, chunks=(), max_length=1)
-            # Mixtures of experts multiply bfloat16 only, without values.
+            # On the meta device, mixtures of experts support bfloat16 only.
             cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, 1, torch.bfloat16, two.device)
             run_module(module_of(_without_padding(config), torch.bfloat16), PagedContext(batch, cache, probe))
     except ModelError as error:
         latent = " (multi-head latent attention)" if hasattr(config, "kv_lora_rank") else ""
         raise ModelError(f"the engine cannot run {name}{latent}: {error}") from error
     except RuntimeError:
-        return  # it branches on values: nothing is known of the layers after
+        return  # the model branches on values, which meta tensors lack: later layers cannot be checked
     except Exception as error:
         raise ModelError(f"the engine cannot run {name}: its attention cannot be replaced ({error!r})") from error
     if probe.layers != [id(layer) for layer in cache.layers]:
@@ -73,15 +73,15 @@ def check_engine_runs(config: Any) -> None:
 
 
 def _without_padding(config: Any) -> Any:
-    """A copy that names no token for padding; transformers would look for it among tokens that have no values."""
+    """Copy the config without its padding token, which transformers would search for in meta tensors without values."""
     config = copy.deepcopy(config)
     vars(config)["pad_token_id"] = None  # some classes refuse to set it
     return config
 
 
 def _has_window(config: Any, max_positions: int) -> bool:
-    """Whether some layer sees less than the context."""
-    # Where the class does not know it, a value in the file means nothing.
+    """Return True if a layer attends to less than the whole context."""
+    # A value in the file is ignored by transformers if the config class does not define it.
     window = getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
     layer_types = getattr(config, "layer_types", None) or ("sliding_attention",)
     in_use = getattr(config, "use_sliding_window", True) and "sliding_attention" in layer_types
@@ -89,7 +89,7 @@ def _has_window(config: Any, max_positions: int) -> bool:
 
 
 class _Probe(ReferenceKernels):
-    """Kernels that compute nothing."""
+    """Kernels that record their calls and compute nothing."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -106,7 +106,7 @@ class _Probe(ReferenceKernels):
 
 
 def natural_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: bfloat16 is emulated on most CPUs, several times slower than float32."""
+    """Return the default dtype of the computation: most CPUs emulate bfloat16, several times slower than float32."""
     if device.type == "cpu" and weights is torch.bfloat16 and not _cpu_multiplies_bfloat16():
         return torch.float32
     return weights

@@ -1,7 +1,7 @@
-"""What runs in which slot: plain NumPy bookkeeping, no tensors, no policy.
+"""The running sequence of each slot: plain NumPy bookkeeping, no tensors, no policy.
 
-Slots 0 .. num_active - 1 are running. When one in the middle ends, the last active slot takes its place, so that a step
-works on contiguous arrays. Only these few numbers move; keys and values stay in their pages.
+Slots 0 .. num_active - 1 are running. When a sequence ends, the last active slot moves into its place, so that a step
+works on contiguous arrays. Only this bookkeeping moves; keys and values stay in their pages.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from midflight.types import (
     SamplingParams,
 )
 
-# Stop tokens of a slot sit in a fixed-width table so that a step compares them in one operation.
+# Width of the table of stop tokens; a fixed width lets a step compare all slots in one operation.
 MAX_STOP_TOKENS = 8
 _NO_TOKEN = -1
 
 
 class RunningBatch:
-    """The running sequences; `lengths` counts prompt and generated tokens, `num_cached` those with keys and values."""
+    """The running sequences, one per slot.
+
+    `lengths` counts prompt and generated tokens; `num_cached` counts the tokens whose keys and values are cached.
+    """
 
     def __init__(self, max_num_seqs: int, max_length: int, max_pages: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -39,25 +42,28 @@ class RunningBatch:
         self.tables = np.zeros((max_num_seqs, max_pages), np.int32)
         self.num_pages = np.zeros(max_num_seqs, np.int64)
         self.prompt_lengths = np.zeros(max_num_seqs, np.int64)
-        self.first_positions = np.zeros(max_num_seqs, np.int64)  # sampled tokens of the prompt: of earlier turns
-        self.prefix_lengths = np.zeros(max_num_seqs, np.int64)  # of prompt and resumed tokens
+        self.first_positions = np.zeros(max_num_seqs, np.int64)  # tokens in the prompt sampled in earlier turns
+        self.prefix_lengths = np.zeros(max_num_seqs, np.int64)  # prompt and resumed tokens
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.max_lengths = np.zeros(max_num_seqs, np.int64)
         self.num_cached = np.zeros(max_num_seqs, np.int64)
-        self.ages = np.zeros(max_num_seqs, np.int64)  # counts up with every admission
-        self.epochs = np.zeros(max_num_seqs, np.int64)  # which weights computed the first of its cached tokens
+        self.ages = np.zeros(max_num_seqs, np.int64)  # admission number: the oldest sequence has the smallest
+        self.epochs = np.zeros(max_num_seqs, np.int64)  # number of weight updates before the sequence was admitted
         self.stream_keys = np.zeros(max_num_seqs, np.uint64)
         self.temperatures = np.ones(max_num_seqs, np.float32)
         self.top_ks = np.zeros(max_num_seqs, np.int64)
         self.top_ps = np.ones(max_num_seqs, np.float32)
         self.min_ps = np.zeros(max_num_seqs, np.float32)
         self.stop_token_ids = np.full((max_num_seqs, MAX_STOP_TOKENS), _NO_TOKEN, np.int32)
-        # Every array with one entry per slot, moved together.
+        # All arrays with one entry per slot; `release` moves these entries together.
         self._arrays = [array for array in vars(self).values() if isinstance(array, np.ndarray)]
         self._next_age = 0
 
     def admit(self, request: GenerationRequest, prefix: Int32Array, epoch: int) -> int:
-        """Give the request, whose prompt and resumed tokens are `prefix`, the next slot; nothing of it is cached."""
+        """Put the request into the next slot and return the slot; none of its tokens are cached yet.
+
+        `prefix`: prompt and resumed tokens.
+        """
         slot = self.num_active
         self.num_active += 1
         self.requests[slot] = request
@@ -78,20 +84,23 @@ class RunningBatch:
         return slot
 
     def add_page(self, slot: int, page: int) -> None:
+        """Append a page to the page table of a slot."""
         self.tables[slot, self.num_pages[slot]] = page
         self.num_pages[slot] += 1
 
     def pages(self, slot: int) -> list[int]:
+        """The pages of a slot, in the order of their tokens."""
         return self.tables[slot, : self.num_pages[slot]].tolist()  # type: ignore[no-any-return]
 
     def next_uniforms(self, slots: Int64Array) -> Float32Array:
+        """Return the random number for the next token of each of these slots."""
         positions = self.first_positions[slots] + self.lengths[slots] - self.prompt_lengths[slots]
         return uniforms_at(self.stream_keys[slots], positions)
 
     def append(
         self, slots: Int64Array, token_ids: Int32Array, logprobs: Float32Array, version: int
     ) -> list[tuple[int, FinishReason]]:
-        """Add one sampled token to each of these slots; those that thereby ended."""
+        """Add one sampled token to each of these slots; return the slots that have ended, with the reason."""
         columns = self.lengths[slots]
         self.token_ids[slots, columns] = token_ids
         self.logprobs[slots, columns] = logprobs
@@ -102,6 +111,7 @@ class RunningBatch:
         return [(int(slots[i]), FinishReason.STOP if stopped[i] else FinishReason.LENGTH) for i in ended]
 
     def generated(self, slot: int, start: int = 0) -> GeneratedTokens:
+        """Copy the generated tokens of a slot, from response position `start` on."""
         columns = slice(int(self.prompt_lengths[slot]) + start, int(self.lengths[slot]))
         return GeneratedTokens(
             token_ids=self.token_ids[slot, columns].copy(),
@@ -110,20 +120,20 @@ class RunningBatch:
         )
 
     def prefilled(self, slot: int, num_tokens: int, version: int) -> None:
-        """The next `num_tokens` tokens of the prefix have keys and values, made by `version` of the weights."""
+        """Record that `version` of the weights has computed keys and values of the next `num_tokens` prefix tokens."""
         start = self.num_cached[slot]
         self.num_cached[slot] += num_tokens
         # Resumed tokens keep the version that sampled them.
         self.weight_versions[slot, start : min(start + num_tokens, self.prompt_lengths[slot])] = version
 
     def is_scoring(self, slot: int) -> bool:
-        """Whether part of a prompt that is to be scored still has to be read."""
+        """Return True while a prompt that is to be scored is not completely prefilled."""
         request = self.requests[slot]
         assert request is not None
         return request.score_prompt and bool(self.num_cached[slot] < self.prompt_lengths[slot])
 
     def scored_prompt(self, slot: int) -> GeneratedTokens | None:
-        """None if nobody asked, or not all of it is scored."""
+        """The scored prompt of a slot; None if the request does not score its prompt, or parts are still unscored."""
         request, length = self.requests[slot], int(self.prompt_lengths[slot])
         assert request is not None
         if not request.score_prompt or self.is_scoring(slot):
@@ -133,7 +143,7 @@ class RunningBatch:
         return GeneratedTokens(request.prompt_token_ids, logprobs, self.weight_versions[slot, :length].copy())
 
     def release(self, slot: int) -> GenerationRequest:
-        """Take a slot out. The last active slot moves into its place."""
+        """Remove the sequence of a slot and return its request. The last active slot moves into its place."""
         request = self.requests[slot]
         assert request is not None
         del self.slot_of[request.rollout_id]

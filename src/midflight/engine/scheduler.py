@@ -1,10 +1,10 @@
-"""Who computes what in the next step: admission, chunked prefill, pages, preemption. No tensors are touched here.
+"""Scheduler: admission, chunked prefill, page allocation and preemption. No tensor operations happen here.
 
-A slot has `lengths` tokens, and the keys and values of `num_cached` of them are cached. It starts with a prefix: the
-prompt and any tokens generated before an interruption. The prefix is prefilled in chunks, so that decoding slots never
-wait for a long prefill. Afterwards one token at a time is missing: a decode. If pages run out, the youngest slot is
-preempted: it keeps its tokens, frees its pages, and is prefilled again when there is room. The oldest slot can always
-finish.
+A sequence has `lengths` tokens, of which `num_cached` have cached keys and values. It starts with a prefix: the prompt
+and any tokens generated before an interruption. The prefix is prefilled in chunks, so that decoding slots never wait
+for a long prefill. After the prefill, each step decodes one token. If pages run out, the youngest sequence is
+preempted: it keeps its tokens, frees its pages, and is prefilled again when there is room. The oldest sequence can
+always finish.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class _Waiting:
 
 
 class Scheduler:
+    """Plans each step and records its results. Requests that do not run yet wait in a queue."""
+
     def __init__(
         self,
         running: RunningBatch,
@@ -46,16 +48,19 @@ class Scheduler:
         prefix_caching: bool,
         max_scored_tokens: int,
     ) -> None:
-        """`max_scored_tokens`: of prompts, in one step."""
+        """Create a scheduler over a running batch and a page pool.
+
+        `max_scored_tokens`: largest number of prompt tokens to score in one step.
+        """
         self.running, self.pool = running, pool
         self._max_batched_tokens, self._max_scored_tokens = max_batched_tokens, max_scored_tokens
         self._prefix_caching = prefix_caching
         self._waiting: deque[_Waiting] = deque()
-        self._ids: set[RolloutId] = set()  # in a slot or waiting
-        self._prefilling: set[bytes] = set()  # prefixes that siblings in the queue wait for
-        self._cached_logits: list[tuple[int, Tensor]] = []  # (slot, its next logits) of those just admitted
-        self._copies: list[tuple[int, int]] = []
-        self._epoch = 0
+        self._ids: set[RolloutId] = set()  # rollouts in a slot or in the queue
+        self._prefilling: set[bytes] = set()  # prefixes in prefill; queued requests with the same prefix wait for them
+        self._cached_logits: list[tuple[int, Tensor]] = []  # (slot, next logits) of slots admitted with a full hit
+        self._copies: list[tuple[int, int]] = []  # (source page, target page) for the next plan
+        self._epoch = 0  # number of weight updates so far
         self.num_preempted = 0
 
     @property
@@ -66,10 +71,12 @@ class Scheduler:
         return rollout_id in self._ids
 
     def add(self, request: GenerationRequest) -> None:
+        """Queue a request."""
         self._ids.add(request.rollout_id)
         self._waiting.append(_waiting(request))
 
     def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
+        """Return the tokens of a rollout in flight so far, from response position `start` on."""
         slot = self.running.slot_of.get(rollout_id)
         if slot is not None:
             return self.running.generated(slot, start)
@@ -79,6 +86,7 @@ class Scheduler:
         raise KeyError(rollout_id)
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        """Remove these rollouts and return their tokens; ignore ids that are not in flight."""
         aborted = set(rollout_ids)
         completions = [
             Completion(entry.request.rollout_id, entry.request.generated or GeneratedTokens.none(), FinishReason.ABORT)
@@ -92,16 +100,16 @@ class Scheduler:
         return completions
 
     def weights_changed(self, recompute: bool) -> None:
-        """No known prefix may be used again; with `recompute`, nor may the keys and values of running slots."""
+        """Empty the prefix cache; preempt slots that are scoring a prompt or, if `recompute`, all slots."""
         self._epoch += 1
         self.pool.forget()
         running = self.running
-        again = [int(running.ages[slot]) for slot in range(running.num_active) if recompute or running.is_scoring(slot)]
-        for age in sorted(again, reverse=True):
+        ages = [int(running.ages[slot]) for slot in range(running.num_active) if recompute or running.is_scoring(slot)]
+        for age in sorted(ages, reverse=True):
             self._preempt_age(age)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run: nothing is in flight."""
+        """Plan the next step; return None if nothing is in flight."""
         if self._make_room():
             self._admit()
         return self._plan() if self.running.num_active else None
@@ -115,9 +123,10 @@ class Scheduler:
         scores: Float32Array,
         version: int,
     ) -> list[Completion]:
-        """Record a sampled token for each of plan.sampled_slots and a score for each of plan.scored_slots.
+        """Record the results of a step; return the completions of sequences that have ended.
 
-        `logits`: those of plan.logits_index that were sampled from.
+        `token_ids`, `logprobs`: one for each of plan.sampled_slots. `scores`: one for each of plan.scored_slots.
+        `logits`: rows of the forward pass that were sampled from, without cached logits.
         """
         running = self.running
         decoded = plan.slots[: plan.num_decode]
@@ -132,12 +141,13 @@ class Scheduler:
         ended += [
             (chunk.slot, FinishReason.LENGTH)
             for chunk in plan.chunks
-            if running.num_cached[chunk.slot] == running.max_lengths[chunk.slot]  # nothing was to be sampled
+            if running.num_cached[chunk.slot] == running.max_lengths[chunk.slot]  # the request only scores its prompt
         ]
-        # From the last slot down: a released slot is filled from the end.
+        # From the last slot down, because `release` moves the last slot into the released one.
         return [self.release(slot, reason) for slot, reason in sorted(ended, key=lambda pair: -pair[0])]
 
     def release(self, slot: int, reason: FinishReason) -> Completion:
+        """Free a slot and its pages and return the completion of its sequence."""
         running = self.running
         generated, prompt = running.generated(slot), running.scored_prompt(slot)
         self._give_back_pages(slot)
@@ -146,18 +156,18 @@ class Scheduler:
         return Completion(request.rollout_id, generated, reason, prompt)
 
     def _make_room(self) -> bool:
-        """Give every slot a page for its last token; False if that took a page away from another slot."""
-        running, undisturbed = self.running, True
+        """Give every slot a page for its last token; return False if another slot was preempted for a page."""
+        running, no_preemption = self.running, True
         while True:
             active = running.num_active
             needy = np.flatnonzero((running.lengths[:active] - 1) // self.pool.page_size >= running.num_pages[:active])
             if not len(needy):
-                return undisturbed
+                return no_preemption
             for slot in needy[np.argsort(running.ages[needy])].tolist():
                 page = self.pool.allocate()
                 if page is None:
                     self._preempt_age(running.ages[:active].max())
-                    undisturbed = False
+                    no_preemption = False
                     break
                 running.add_page(slot, page)
 
@@ -174,7 +184,7 @@ class Scheduler:
         while self._waiting and self.running.num_active < self.running.max_num_seqs:
             entry = self._waiting.popleft()
             if self._uses_prefixes(entry.request) and entry.prefix.tobytes() in self._prefilling:
-                held_back.append(entry)  # a sibling is computing this prefix: use it in a moment
+                held_back.append(entry)  # a sibling is computing this prefix, which is then in the prefix cache
             elif not self._try_admit(entry):
                 self._waiting.appendleft(entry)
                 break
@@ -184,14 +194,14 @@ class Scheduler:
         return self._prefix_caching and not request.score_prompt
 
     def _try_admit(self, entry: _Waiting) -> bool:
-        """Give the request a slot and pages for its whole prefix, if there is room."""
+        """Give the request a slot and pages for its whole prefix; return False if there is no room."""
         pool, prefix = self.pool, entry.prefix
-        known = pool.find(prefix) if self._uses_prefixes(entry.request) else None
-        end = known.end if known else None
-        # Without the logits of its end, the last token of the prefix must be computed again.
+        cached = pool.find(prefix) if self._uses_prefixes(entry.request) else None
+        end = cached.end if cached else None
+        # Without cached logits, the last token of the prefix must be computed again.
         shared = (
-            known.pages[: len(prefix) // pool.page_size if end else (len(prefix) - 1) // pool.page_size]
-            if known
+            cached.pages[: len(prefix) // pool.page_size if end else (len(prefix) - 1) // pool.page_size]
+            if cached
             else ()
         )
         for page in shared:
@@ -263,7 +273,7 @@ class Scheduler:
         return plan
 
     def _chunks(self, missing: Int64Array, num_decode: int) -> Iterator[Chunk]:
-        """Prefill, oldest slot first, as far as the step's tokens go."""
+        """Distribute the remaining tokens of the step over prefills, oldest sequence first."""
         running = self.running
         prefilling = np.flatnonzero(missing > 0)
         start, stop = num_decode, max(self._max_batched_tokens, num_decode + self.pool.page_size)
@@ -280,16 +290,16 @@ class Scheduler:
             start = end
 
     def _scored(self, positions: Int64Array, chunks: Sequence[Chunk]) -> Int64Array:
-        """Which of the step's tokens have a prompt token after them that is to be scored."""
+        """Return the indices of the step's tokens whose logits score the prompt token that follows."""
         scored = [np.zeros(0, np.int64)]
         for chunk in chunks:
             if self.running.is_scoring(chunk.slot):
-                read = np.arange(chunk.start, chunk.stop)
-                scored.append(read[positions[read] < self.running.prompt_lengths[chunk.slot] - 1])
+                indices = np.arange(chunk.start, chunk.stop)
+                scored.append(indices[positions[indices] < self.running.prompt_lengths[chunk.slot] - 1])
         return np.concatenate(scored)
 
     def _remember_prefix(self, slot: int, logits: Tensor) -> None:
-        """A prefill is complete: siblings may use it, if one version of the weights computed it."""
+        """Add a completed prefill to the prefix cache, if one version of the weights computed all of it."""
         if not self._prefix_caching:
             return
         prefix = self.running.token_ids[slot, : self.running.prefix_lengths[slot]]
@@ -303,7 +313,8 @@ class Scheduler:
             self._prefilling.discard(running.token_ids[slot, : running.prefix_lengths[slot]].tobytes())
             if running.epochs[slot] == self._epoch:
                 self.pool.remember(running.token_ids[slot, : running.num_cached[slot]], running.pages(slot))
-        # Last pages first: of idle pages the longest idle is reused first, and a page is useless without its parents.
+        # Last pages first: the page that has been idle longest is reused first, and a page is useless without the pages
+        # before it.
         for page in reversed(running.pages(slot)):
             self.pool.release(page)
 

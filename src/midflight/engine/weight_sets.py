@@ -1,8 +1,8 @@
-"""Two sets of weights: one serves while the other is filled, then they change places.
+"""Two sets of weights: the active set is used while an update fills the idle set, then the two sets are swapped.
 
-So no token is sampled from a mixture, and an update that fails has changed nothing. Filling can be spread over several
-steps, which keeps the pause of an update short however large the model is. Every tensor is checked for NaN and infinity
-just before it is copied.
+Therefore no token is sampled from a mixture of versions, and a failed update changes nothing. Filling can be spread
+over several steps, which keeps the pause of an update short for a model of any size. Every tensor is checked for NaN
+and infinity just before it is copied.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from torch import Tensor
 from midflight.errors import NonFiniteWeightsError, WeightUpdateError
 
 Writer = Callable[[Tensor], object]
-# Elements of a tensor that are checked in one piece.
+# Number of elements that are checked at a time.
 _CHECKED_ELEMENTS = 1 << 22
 
 
 class WeightSet(Protocol):
+    """One set of weights in the layout of the engine, with functions that fill it."""
+
     @property
     def writers(self) -> Mapping[str, Sequence[Writer]]:
-        """For every Hugging Face parameter name, what puts a tensor of that name into its place, in pieces."""
+        """Functions that copy a tensor into the set, one part each, by Hugging Face parameter name."""
         ...
 
     @property
     def finishers(self) -> Sequence[Callable[[], None]]:
-        """What is left to do when all tensors are in their places."""
+        """Functions to call after all tensors have been copied."""
         ...
 
 
@@ -39,30 +41,34 @@ Weights = TypeVar("Weights", bound=WeightSet)
 
 
 class WeightSets(Generic[Weights]):
-    """`active` serves. Names, shapes and dtypes of every update must be those of the first weights.
+    """The active and the idle set; every update must have the names, shapes and dtypes of the first weights.
 
-    Raises: WeightUpdateError if the first weights lack a name, have one too many, or are not finite.
+    Raises: WeightUpdateError if the first weights lack a name, have an unknown name, or are not finite.
     """
 
     def __init__(self, make: Callable[[], Weights], weights: Mapping[str, Tensor]) -> None:
         self._make = make
         self.active = make()
-        self._idle: Weights | None = None  # made when the first update comes: a server of fixed weights needs one set
+        self._idle: Weights | None = None  # allocated at the first update: a server with fixed weights needs one set
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
         self._remaining: Iterator[Callable[[], object]] | None = None
         self.num_swaps = 0
         _check_names(self.active.writers.keys(), weights.keys())
-        for work in _filling(self.active, weights):
-            work()
+        for step in _fill_steps(self.active, weights):
+            step()
 
     @property
     def pending(self) -> bool:
+        """True while an update has begun and not ended."""
         return self._remaining is not None
 
     def begin(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises: WeightUpdateError if a name, shape or dtype does not fit, or an update is pending."""
+        """Start an update.
+
+        Raises: WeightUpdateError if a name, shape or dtype does not fit, or an update is pending.
+        """
         if self.pending:
-            raise WeightUpdateError("another weight update is pending")
+            raise WeightUpdateError("another weight update is pending; wait until it has ended")
         _check_names(self._expected.keys(), weights.keys())
         for name, (shape, dtype) in self._expected.items():
             new = weights[name]
@@ -70,20 +76,21 @@ class WeightSets(Generic[Weights]):
                 raise WeightUpdateError(f"{name}: expected {tuple(shape)} {dtype}, got {tuple(new.shape)} {new.dtype}")
         if self._idle is None:
             self._idle = self._make()
-        self._remaining = iter(_filling(self._idle, weights))
+        self._remaining = iter(_fill_steps(self._idle, weights))
 
     @torch.inference_mode()
     def proceed(self, budget_s: float | None) -> bool:
-        """Copy until done or for `budget_s` seconds, at least one piece; True once the sets have changed places.
+        """Copy weights for about `budget_s` seconds (None: to the end); return True once the sets are swapped.
 
-        Raises: NonFiniteWeightsError naming the tensor; the update is then over, and `active` goes on serving.
+        Every call makes at least one step.
+        Raises: NonFiniteWeightsError naming the tensor; the update is then canceled, and `active` stays as it is.
         """
         assert self._remaining is not None, "no update has begun"
         assert self._idle is not None
         deadline = None if budget_s is None else time.perf_counter() + budget_s
-        for work in self._remaining:
+        for step in self._remaining:
             try:
-                work()
+                step()
             except NonFiniteWeightsError:
                 self._remaining = None
                 raise
@@ -96,7 +103,7 @@ class WeightSets(Generic[Weights]):
 
 
 class UpdatedInFlight(Generic[Weights]):
-    """The part of an EngineModel that is about new weights."""
+    """The weight update methods of an EngineModel."""
 
     _sets: WeightSets[Weights]
 
@@ -111,25 +118,28 @@ class UpdatedInFlight(Generic[Weights]):
         return self._sets.proceed(budget_s)
 
 
-def _filling(target: WeightSet, weights: Mapping[str, Tensor]) -> list[Callable[[], object]]:
-    """The pieces of work that check these weights and bring them into the set."""
-    pieces: list[Callable[[], object]] = []
+def _fill_steps(target: WeightSet, weights: Mapping[str, Tensor]) -> list[Callable[[], object]]:
+    """Return the steps that check these weights and copy them into the set, in order."""
+    steps: list[Callable[[], object]] = []
     for name, tensor in weights.items():
-        pieces += [functools.partial(_check_finite, name, part) for part in _parts(tensor)]
-        pieces += [functools.partial(write, tensor) for write in target.writers[name]]
-    return [*pieces, *target.finishers]
+        steps += [functools.partial(_check_finite, name, part) for part in _parts(tensor)]
+        steps += [functools.partial(write, tensor) for write in target.writers[name]]
+    return [*steps, *target.finishers]
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensor in blocks of rows, of about _CHECKED_ELEMENTS each."""
+    """Split the tensor into blocks of rows, about _CHECKED_ELEMENTS elements each."""
     if not tensor.dim() or not tensor.numel():
         return [tensor]
     return torch.split(tensor, max(1, _CHECKED_ELEMENTS // tensor[0].numel()))
 
 
 def _check_finite(name: str, part: Tensor) -> None:
-    """Raises: NonFiniteWeightsError."""
-    # Extremes pass NaN on, and cost a tenth of what `isfinite` does.
+    """Check one part of a tensor.
+
+    Raises: NonFiniteWeightsError.
+    """
+    # The minimum and maximum propagate NaN, at a tenth of the cost of `isfinite`.
     if part.numel() and not all(map(math.isfinite, part.aminmax())):
         raise NonFiniteWeightsError(f"{name} has NaN or infinite values")
 

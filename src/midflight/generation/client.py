@@ -1,11 +1,11 @@
-"""A Generator that is somewhere else: behind the HTTP contract.
+"""HTTPGenerator: a Generator over an HTTP server.
 
-consumes       server-sent events, in a thread with an event loop of its own
-waits for      add, abort: the server's answer; step: a completion, but not longer than STEP_S
-unblocked by   that; a lost connection
+consumes       server-sent events, in a thread with its own event loop
+waits for      add, abort: the server's answer; step: a completion, at most STEP_S
+unblocked by   the answer or completion; a lost connection
 
-Tokens are streamed, so that what a lost server had generated is not lost: `abort` gives it back, ready to be resumed
-elsewhere.
+Tokens are streamed, so that a lost server does not lose the tokens it has sent: `abort` returns them, and the request
+can be resumed on another server.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from midflight.weights.process_group import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # of the environment; both ends look there
+TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # environment variable of the server and its clients
 STEP_S = 0.05
-# Shorter than any server's patience with an idle connection, so that none is used just as it is closed.
+# Shorter than the keep-alive of any server, so that no connection is used while the server is closing it.
 KEEPALIVE_S = 2.0
 
 
 class HTTPGenerator:
     """Implements Generator over a server. Close it, or use it in a `with` block.
 
-    `chunk_tokens`: tokens of a sequence that travel together; `generated` is behind by as many. `timeout_s`: for an
-    answer, for joining the process group, and for each bucket of weights. `ended`: set when there is something for
-    `step` to return or raise; `step` then leaves the waiting to whoever looks at several of these.
+    `chunk_tokens`: tokens per chunk of the stream; `generated` may lag behind the server by this many tokens.
+    `timeout_s`: for an answer, for joining the process group, and for each bucket of weights. `ended`: an event, set
+    when `step` has something to return or raise; with it, `step` never waits, so that a pool can wait for several
+    generators at once.
 
-    Once it has sent weights, the server refuses requests if its own are older: it was started again meanwhile.
-    Raises: GenerationLostError if the server cannot be reached, from any method.
+    After `update_weights`, the server refuses requests if its weights are older, because it has restarted since.
+    Raises: GenerationLostError from any method if the server cannot be reached.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class HTTPGenerator:
         self._sender: ProcessGroupSender | None = None
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
         limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
-        # A proxy of the environment is not meant for the machines of a run.
+        # Proxy settings of the environment do not apply to the machines of a run.
         options: dict[str, Any] = {
             "base_url": base_url, "headers": headers, "timeout": timeout_s, "limits": limits, "trust_env": False
         }  # fmt: skip
         try:
             self._control = httpx.Client(**options)
         except httpx.InvalidURL as error:
-            raise GenerationLostError(f"{base_url} is no URL: {error}") from error
+            raise GenerationLostError(f"{base_url} is not a URL: {error}") from error
         try:
             self._call("GET", "/health")
         except BaseException:
@@ -85,7 +86,7 @@ class HTTPGenerator:
 
     @property
     def weight_version(self) -> int:
-        """Asks the server: others may update it."""
+        """Weight version of the server. Makes a request, because another client may have updated the server."""
         version: int = self._call("GET", "/health")["weight_version"]
         return version
 
@@ -102,9 +103,9 @@ class HTTPGenerator:
         return False
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Returns when the server has accepted them all.
+        """Add requests; return when the server has accepted all of them.
 
-        Raises: RequestError if it refuses one; then none of them is added.
+        Raises: RequestError if the server refuses one; then none is added.
         """
         self._streams.open(requests, self._body)
 
@@ -112,14 +113,17 @@ class HTTPGenerator:
         return self._streams.generated(rollout_id, start)
 
     def step(self) -> list[Completion]:
-        """The completions that came since; waits a moment for one.
+        """Return the completions since the last call; wait up to STEP_S for the first one.
 
-        Raises: GenerationError, GenerationLostError if a request was lost, until it is aborted.
+        Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted.
         """
         return self._streams.take_ended(STEP_S if self._ended is None else 0.0)
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
-        """Also of a lost server: then what had arrived. Another thread may `step`, `abort` or `close` meanwhile."""
+        """Abort requests and return their tokens; if the server is lost, the tokens that had arrived.
+
+        Other threads may call `step`, `abort` or `close` at the same time.
+        """
         open_ids = self._streams.still_open(rollout_ids)
         if open_ids:
             try:
@@ -129,7 +133,7 @@ class HTTPGenerator:
         return self._streams.take_aborted(rollout_ids)
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send the weights over a process group, made on first use; returns when the server samples with them."""
+        """Send weights over a process group, which the first call creates; return when the server samples with them."""
         if self._sender is None:
             url = self._control.base_url
             address = local_address(url.host, url.port or 80)
@@ -142,7 +146,7 @@ class HTTPGenerator:
         self._sent_version = version
 
     def limits(self) -> Model:
-        """What the server can take."""
+        """Ask the server for its model and limits."""
         answer = self._call("GET", "/v1/models")
         try:
             return model_of(answer)
@@ -150,7 +154,7 @@ class HTTPGenerator:
             raise GenerationLostError(f"{self._control.base_url} does not answer like a `midflight serve`") from error
 
     def close(self) -> None:
-        """Hang up; the server aborts what is in flight, and `abort` gives back what had arrived of it."""
+        """Disconnect. The server aborts the requests in flight; `abort` still returns the tokens that had arrived."""
         if self._sender is not None:
             self._sender.close()
         if self._streams.close(GenerationLostError(f"{self._control.base_url}: closed")):
@@ -176,7 +180,10 @@ class HTTPGenerator:
         self._call("POST", "/request_weight_update", body, patient=True)
 
     def _call(self, method: str, path: str, body: object = None, *, patient: bool = False) -> Any:
-        """The answer to a control request. `patient`: without a timeout; the process group has its own."""
+        """Make a control request and return the answer.
+
+        `patient`: wait for the answer without a timeout, because the process group has its own.
+        """
         timeout = httpx.Timeout(self._timeout_s, read=None if patient else self._timeout_s)
         try:
             response = self._control.request(method, path, json=body, timeout=timeout)
@@ -200,7 +207,7 @@ class HTTPGenerator:
             "stream_options": {"chunk_tokens": self._chunk_tokens},
         }
         if request.score_prompt:
-            body["echo"] = True  # the server says that a stream cannot have it
+            body["echo"] = True  # the server refuses `echo` in a stream, with a clear message
         if self._sent_version is not None:
             body["min_weight_version"] = self._sent_version
         if generated:
@@ -209,6 +216,9 @@ class HTTPGenerator:
 
 
 def model_of(answer: object) -> Model:
-    """The model in an answer to /v1/models. Raises: ValueError if the answer is not ours."""
+    """Return the model in an answer to /v1/models.
+
+    Raises: ValueError if the answer does not come from a `midflight serve`.
+    """
     (model,) = ModelList.model_validate(answer).data
     return model

@@ -1,4 +1,4 @@
-"""Everything that is not a completion: abort, pause, resume, health, metrics, and new weights."""
+"""Control routes: abort, pause, resume, health, metrics, and weight updates."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 
 def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
+    """Create the control routes except /metrics. All but /health need the admin token."""
     router = APIRouter(tags=["control"], responses=ERROR_RESPONSES)
     admin = [Depends(require_admin)]
 
@@ -46,15 +47,15 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
 
     @router.get("/health", response_model=Status)
     async def health() -> Status:
-        """Whether generation works; 503 once it has failed."""
+        """Return the state of generation; 503 once generation has failed."""
         if driver.failure:
             raise ApiError(503, str(driver.failure), code="generation_failed")
         return status()
 
     @router.post("/abort", response_model=AbortResponse, dependencies=admin)
     async def abort(body: AbortRequest) -> AbortResponse:
-        """Stop these rollouts and return what they generated so far; those not in flight are passed over."""
-        completions = await asyncio.wrap_future(driver.abort([RolloutId(each) for each in body.rollout_ids]))
+        """Stop these rollouts and return the tokens they generated; ids that are not in flight are ignored."""
+        completions = await asyncio.wrap_future(driver.abort([RolloutId(number) for number in body.rollout_ids]))
         aborted = []
         for completion in completions:
             tokens = lists_of(completion.generated) | {"logprobs": finite_or_none(completion.generated.logprobs)}
@@ -63,38 +64,39 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
 
     @router.post("/pause", response_model=Status, dependencies=admin)
     async def pause() -> Status:
-        """Stop sampling; what is in flight stays there, and requests are taken."""
+        """Stop sampling. Requests in flight stay in flight, and new requests are accepted."""
         await asyncio.wrap_future(driver.pause())
         return status()
 
     @router.post("/resume", response_model=Status, dependencies=admin)
     async def resume() -> Status:
-        """Go on sampling."""
+        """Continue sampling."""
         await asyncio.wrap_future(driver.resume())
         return status()
 
     @router.post("/init_process_group", response_model=InitProcessGroupResponse, dependencies=admin)
     async def init_process_group(body: InitProcessGroupRequest) -> InitProcessGroupResponse:
-        """Join the process group that new weights come through, instead of one joined before."""
+        """Join the process group that new weights will be sent over; leave the previous group."""
         if body.rank >= body.world_size:
             raise ApiError(400, f"rank is {body.rank}, not 1 to {body.world_size - 1}", param="rank")
-        await weights.alone(lambda: weights.join(Invitation(**body.model_dump())))
+        await weights.run_exclusive(lambda: weights.join(Invitation(**body.model_dump())))
         return InitProcessGroupResponse(rank=body.rank, world_size=body.world_size)
 
     @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
     async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Receive the announced tensors while decoding goes on, then swap them in between two steps."""
-        return await weights.alone(lambda: weights.update(body))
+        """Receive the announced tensors while decoding continues, then swap them in between two steps."""
+        return await weights.run_exclusive(lambda: weights.update(body))
 
     return router
 
 
 def metrics_router(driver: GeneratorDriver) -> APIRouter:
+    """Create the route /metrics."""
     router = APIRouter(tags=["control"])
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> str:
-        """For Prometheus."""
+        """Return the metrics of this server in the Prometheus text format."""
         return "".join(
             f"# HELP midflight_{name} {text}\n# TYPE midflight_{name} {kind}\nmidflight_{name} {read(driver)}\n"
             for name, kind, text, read in _METRICS
@@ -104,9 +106,9 @@ def metrics_router(driver: GeneratorDriver) -> APIRouter:
 
 
 class WeightIntake:
-    """The server's end of the weight transport. `join` and `update` block; `alone` runs them in a thread.
+    """Receiver of weight updates in the server. `join` and `update` block; `run_exclusive` runs them in a thread.
 
-    `expected` are the tensors of the model: an announcement of others is refused before anything is received.
+    `expected`: the tensors of the model; an announcement of other tensors is refused before anything is received.
     """
 
     def __init__(self, driver: GeneratorDriver, expected: Sequence[TensorSpec], device: str = "cpu") -> None:
@@ -115,26 +117,35 @@ class WeightIntake:
         self._receiver: ProcessGroupReceiver | None = None
         self._lock = asyncio.Lock()
 
-    async def alone(self, function: Callable[[], T]) -> T:
-        """The result of a blocking call. Raises: ApiError 409 if another update or join is going on."""
+    async def run_exclusive(self, function: Callable[[], T]) -> T:
+        """Run a blocking call in a thread and return its result.
+
+        Raises: ApiError 409 if another update or join is going on.
+        """
         if self._lock.locked():
-            raise ApiError(409, "another weight update is going on", code="update_in_progress")
+            raise ApiError(409, "another weight update is going on; try again later", code="update_in_progress")
         async with self._lock:
             return await asyncio.wrap_future(run_in_background(function))
 
     def join(self, invitation: Invitation) -> None:
-        """Raises: WeightUpdateError if the group does not come together in time."""
+        """Join a process group; leave the previous one.
+
+        Raises: WeightUpdateError if the group is not complete in time.
+        """
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
         self._receiver = ProcessGroupReceiver(invitation, self._device)
 
     def update(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Raises: WeightUpdateError; the old weights then go on serving."""
+        """Receive announced weights and swap them in.
+
+        Raises: WeightUpdateError; the old weights then stay in use.
+        """
         started_s = time.perf_counter()
         specs = self._check(body)
         if self._receiver is None:
-            raise WeightUpdateError("there is no process group; POST /init_process_group comes first")
+            raise WeightUpdateError("there is no process group; POST /init_process_group first")
         try:
             received = self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes))
         except WeightUpdateError:
@@ -151,7 +162,8 @@ class WeightIntake:
     def _check(self, body: WeightUpdateRequest) -> tuple[TensorSpec, ...]:
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise WeightUpdateError(
-                f"{len(body.names)} names, {len(body.dtypes)} dtypes and {len(body.shapes)} shapes were announced"
+                f"{len(body.names)} names, {len(body.dtypes)} dtypes and {len(body.shapes)} shapes were announced;"
+                " announce one of each per tensor"
             )
         specs = tuple(map(TensorSpec, body.names, map(tuple, body.shapes), body.dtypes))
         missing, extra = self._expected.keys() - set(body.names), set(body.names) - self._expected.keys()
@@ -168,13 +180,13 @@ class WeightIntake:
 
 
 _METRICS: tuple[tuple[str, str, str, Callable[[GeneratorDriver], float]], ...] = (
-    ("requests_in_flight", "gauge", "Sequences taken and not yet done", lambda driver: driver.num_in_flight),
-    ("requests_finished_total", "counter", "Sequences done", lambda driver: driver.counters.finished),
+    ("requests_in_flight", "gauge", "Sequences in flight", lambda driver: driver.num_in_flight),
+    ("requests_finished_total", "counter", "Sequences finished", lambda driver: driver.counters.finished),
     ("requests_aborted_total", "counter", "Sequences aborted", lambda driver: driver.counters.aborted),
     ("generated_tokens_total", "counter", "Tokens sampled", lambda driver: driver.counters.generated_tokens),
-    ("weight_version", "gauge", "Optimizer steps behind the weights", lambda driver: driver.weight_version),
+    ("weight_version", "gauge", "Optimizer steps that made the weights", lambda driver: driver.weight_version),
     ("weight_updates_total", "counter", "Weight updates", lambda driver: driver.counters.updates),
-    ("weight_update_pause_seconds", "gauge", "Of the last update", lambda driver: driver.counters.update_pause_s),
+    ("weight_update_pause_seconds", "gauge", "Pause of the last update", lambda driver: driver.counters.update_pause_s),
     ("paused", "gauge", "1 while paused", lambda driver: float(driver.paused)),
     ("failed", "gauge", "1 once generation has failed", lambda driver: float(driver.failure is not None)),
 )

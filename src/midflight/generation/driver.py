@@ -1,7 +1,7 @@
-"""The thread that owns a Generator. Everybody else passes it commands, which it carries out between two steps.
+"""The thread that owns a Generator. Other threads send it commands, which it executes between two steps.
 
-consumes       commands; the Generator's completions
-waits for      a command, if nothing is in flight or it is paused
+consumes       commands; the completions of the Generator
+waits for      a command, while nothing is in flight or the driver is paused
 unblocked by   any command; close
 """
 
@@ -30,12 +30,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Tokens of one request that its listener has not seen yet; the last of them come with a finish reason."""
+    """New tokens of one request since its last progress; the last progress of a request has the finish reason."""
 
     rollout_id: RolloutId
     generated: GeneratedTokens
     finish_reason: FinishReason | None
-    prompt: GeneratedTokens | None = None  # with the last of them, if it was to be scored
+    prompt: GeneratedTokens | None = None  # the scored prompt, if requested, in the last progress
 
 
 Listener = Callable[[Progress | GenerationError], None]
@@ -43,35 +43,35 @@ Listener = Callable[[Progress | GenerationError], None]
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; written by the driver's thread only."""
+    """Totals since the start; only the driver's thread writes them."""
 
     finished: int = 0
     aborted: int = 0
-    generated_tokens: int = 0  # counted as they are handed to a listener
+    generated_tokens: int = 0  # tokens that listeners have received
     updates: int = 0
-    update_pause_s: float = 0.0  # of the last update
+    update_pause_s: float = 0.0  # pause of the last update
 
 
 @dataclass(slots=True)
-class _Listening:
+class _Subscription:
     listener: Listener
-    num_resumed: int  # tokens it came with
-    chunk_tokens: int | None  # None: everything at the end
+    num_resumed: int  # generated tokens that came with the request
+    chunk_tokens: int | None  # None: all tokens at the end
     added_at_step: int
-    num_seen: int = 0  # tokens handed to the listener
+    num_seen: int = 0  # tokens that the listener has received
 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
     future: Future[float]
-    weights: Mapping[str, Tensor]  # in use until the update is done
+    weights: Mapping[str, Tensor]  # kept alive until the update has ended
     pause_s: float
 
 
 class GeneratorDriver:
-    """Steps a Generator while something is in flight. Commands return futures; listeners run in the driver's thread.
+    """Steps a Generator while requests are in flight. Commands return futures; listeners run in the driver's thread.
 
-    A step that raises is the end: everything in flight and every later command fails with that GenerationError.
+    If a step raises, generation has failed: all requests in flight and all later commands fail with a GenerationError.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -79,7 +79,7 @@ class GeneratorDriver:
         self._condition = threading.Condition()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
-        self._listening: dict[RolloutId, _Listening] = {}
+        self._subscriptions: dict[RolloutId, _Subscription] = {}
         self._update: _Update | None = None
         self._num_steps = 0
         self.paused = False
@@ -91,30 +91,32 @@ class GeneratorDriver:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._listening)
+        return len(self._subscriptions)
 
     def add(
         self, requests: Sequence[GenerationRequest], listener: Listener, chunk_tokens: int | None = None
     ) -> Future[None]:
-        """Add requests, all or none. The listener hears of at most `chunk_tokens` new tokens at a time.
+        """Add requests, all or none. The listener receives at most `chunk_tokens` new tokens at a time.
 
-        Raises (the future): RequestError if one does not fit.
+        Raises (the future): RequestError if the generator cannot run one of them.
         """
 
         def command() -> None:
             self._generator.add(requests)
             for request in requests:
                 num_resumed = len(request.generated) if request.generated else 0
-                self._listening[request.rollout_id] = _Listening(listener, num_resumed, chunk_tokens, self._num_steps)
+                self._subscriptions[request.rollout_id] = _Subscription(
+                    listener, num_resumed, chunk_tokens, self._num_steps
+                )
 
         return self._submit(command)
 
     def abort(self, rollout_ids: Sequence[RolloutId] | None = None) -> Future[list[Completion]]:
-        """Stop these requests, or all; those not in flight are passed over. Their listeners hear of it too."""
+        """Stop these requests, or all; ids that are not in flight are ignored. Listeners get a last progress."""
 
         def command() -> list[Completion]:
-            wanted = self._listening if rollout_ids is None else dict.fromkeys(rollout_ids)
-            completions = self._generator.abort([each for each in wanted if each in self._listening])
+            ids = self._subscriptions if rollout_ids is None else dict.fromkeys(rollout_ids)
+            completions = self._generator.abort([key for key in ids if key in self._subscriptions])
             for completion in completions:
                 self._end(completion)
             self.counters.aborted += len(completions)
@@ -123,19 +125,20 @@ class GeneratorDriver:
         return self._submit(command)
 
     def pause(self) -> Future[None]:
-        """Sample nothing until `resume`, but for the steps that an update already begun needs to be swapped in."""
+        """Stop stepping until `resume`, except for steps that a pending weight update needs."""
         return self._submit(lambda: setattr(self, "paused", True))
 
     def resume(self) -> Future[None]:
+        """Continue stepping after `pause`."""
         return self._submit(lambda: setattr(self, "paused", False))
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> Future[float]:
-        """Swap in new weights; resolves to the pause in seconds once the tensors are no longer in use.
+        """Swap in new weights. The future resolves to the pause (seconds) once the tensors are no longer in use.
 
-        Raises (the future): WeightUpdateError; the old weights go on serving.
+        Raises (the future): WeightUpdateError; the old weights then stay in use.
         """
         done: Future[float] = Future()
-        done.set_running_or_notify_cancel()  # what has begun cannot be canceled
+        done.set_running_or_notify_cancel()  # an update cannot be canceled
 
         def command() -> None:
             started_s = time.perf_counter()
@@ -143,11 +146,11 @@ class GeneratorDriver:
             self._update = _Update(done, weights, time.perf_counter() - started_s)
             self._finish_update()
 
-        self._submit(command).add_done_callback(lambda carried_out: _pass_on_failure(carried_out, done))
+        self._submit(command).add_done_callback(lambda executed: _copy_failure(executed, done))
         return done
 
     def close(self) -> None:
-        """Stop the thread; what is in flight stays where it is."""
+        """Stop the thread. Listeners and later commands get a GenerationError; the Generator keeps its requests."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -172,7 +175,7 @@ class GeneratorDriver:
                 commands = list(self._commands)
                 self._commands.clear()
             for command, future in commands:
-                self._carry_out(command, future)
+                self._execute(command, future)
             if self._closed:
                 return
             if self._has_work():
@@ -185,9 +188,9 @@ class GeneratorDriver:
     def _has_work(self) -> bool:
         if self.failure:
             return False
-        return self._update is not None or (not self.paused and bool(self._listening))
+        return self._update is not None or (not self.paused and bool(self._subscriptions))
 
-    def _carry_out(self, command: Callable[[], Any], future: Future[Any]) -> None:
+    def _execute(self, command: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         if self.failure:
@@ -211,26 +214,26 @@ class GeneratorDriver:
         for completion in completions:
             self._end(completion)
         self.counters.finished += len(completions)
-        for rollout_id, listening in self._listening.items():
-            # A step adds one token at most, so it is enough to look every `chunk_tokens` steps.
-            age = self._num_steps - listening.added_at_step
-            if listening.chunk_tokens and age % listening.chunk_tokens == 0:
-                new = self._generator.generated(rollout_id, listening.num_seen)
+        for rollout_id, subscription in self._subscriptions.items():
+            # A step adds at most one token per sequence, so it is enough to check every `chunk_tokens` steps.
+            age = self._num_steps - subscription.added_at_step
+            if subscription.chunk_tokens and age % subscription.chunk_tokens == 0:
+                new = self._generator.generated(rollout_id, subscription.num_seen)
                 if len(new):
-                    self._tell(listening, Progress(rollout_id, new, None))
+                    self._report(subscription, Progress(rollout_id, new, None))
         self._finish_update()
 
     def _end(self, completion: Completion) -> None:
-        listening = self._listening.pop(completion.rollout_id)
-        rest = completion.generated.part(listening.num_seen)
+        subscription = self._subscriptions.pop(completion.rollout_id)
+        rest = completion.generated.part(subscription.num_seen)
         last = Progress(completion.rollout_id, rest, completion.finish_reason, completion.prompt)
-        self._tell(listening, last)
+        self._report(subscription, last)
 
-    def _tell(self, listening: _Listening, progress: Progress) -> None:
-        before = max(listening.num_seen, listening.num_resumed)
-        listening.num_seen += len(progress.generated)
-        self.counters.generated_tokens += max(0, listening.num_seen - before)
-        listening.listener(progress)
+    def _report(self, subscription: _Subscription, progress: Progress) -> None:
+        before = max(subscription.num_seen, subscription.num_resumed)
+        subscription.num_seen += len(progress.generated)
+        self.counters.generated_tokens += max(0, subscription.num_seen - before)
+        subscription.listener(progress)
 
     def _finish_update(self) -> None:
         if self._update is None or self._generator.update_pending:
@@ -243,15 +246,15 @@ class GeneratorDriver:
 
     def _fail(self, failure: GenerationError) -> None:
         self.failure = failure
-        for listening in self._listening.values():
-            listening.listener(failure)
-        self._listening.clear()
+        for subscription in self._subscriptions.values():
+            subscription.listener(failure)
+        self._subscriptions.clear()
         if self._update is not None:
             self._update.future.set_exception(failure)
             self._update = None
 
 
-def _pass_on_failure(source: Future[Any], target: Future[Any]) -> None:
+def _copy_failure(source: Future[Any], target: Future[Any]) -> None:
     error = source.exception()
     if error is not None:
         target.set_exception(error)

@@ -1,4 +1,4 @@
-"""Every error in the OpenAI shape; the limit on bodies; the admin token."""
+"""Errors in the OpenAI format, the limit on request bodies, and the admin token."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from midflight.generation.schemas import ErrorDetail, ErrorResponse
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
 _LONGEST_INPUT_SHOWN = 60  # characters
 
-# Every route can answer these; OpenAPI says so.
+# Error responses of every route, for the OpenAPI schema.
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
-        (400, "The request cannot be served as it is; the message says which value is wrong"),
+        (400, "The request is not valid; the message names the wrong value"),
         (401, "An admin token is needed"),
         (403, "The admin token is wrong"),
         (404, "There is no such model"),
-        (409, "Something else is in the way"),
+        (409, "The request conflicts with one in flight"),
         (413, "The body is too large"),
         (500, "Generation failed while this request was in flight"),
-        (503, "Generation failed earlier and this server has to be started again, or its weights are too old"),
+        (503, "Generation has failed and the server must be restarted, or its weights are too old"),
     )
 }
 
 
 class ApiError(Exception):
-    """An answer other than success; `param` is the field that is wrong. `kind`: by default, that of the status."""
+    """An error response. `param`: the wrong field. `kind`: the error type; default: the type for the status."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class ApiError(Exception):
         super().__init__(message)
         kind = kind or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.status, self.headers = status, headers
-        self.detail = ErrorDetail(message=_writable(message), type=kind, param=param and _writable(param), code=code)
+        self.detail = ErrorDetail(message=_utf8_safe(message), type=kind, param=param and _utf8_safe(param), code=code)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to one of our own errors; anything else is a 500."""
+    """Convert an exception into an error response; unknown exceptions become a 500."""
     match error:
         case ApiError():
             return error
         case RequestValidationError():
-            return _invalid(error)
+            return _validation_error(error)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RequestError():
@@ -76,6 +76,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
+    """Make the application answer every exception in the OpenAI format."""
+
     async def answer(request: Request, error: Exception) -> JSONResponse:
         api_error = as_api_error(error)
         body = ErrorResponse(error=api_error.detail).model_dump()
@@ -88,9 +90,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class BodyLimit:
-    """Refuses bodies of more than `max_bytes` as soon as that is known, and never holds more of one.
+    """Middleware that refuses a body as soon as it exceeds `max_bytes`, and never holds more than that in memory.
 
-    FastAPI's own `max_body_size` answers in plain text, where a client expects the shape of every other error.
+    FastAPI's own `max_body_size` answers in plain text, not in the OpenAI format.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -106,7 +108,7 @@ class BodyLimit:
             message: Message = {} if too_long else await receive()
             num_bytes += len(message.get("body", b""))
             if too_long or num_bytes > self._max_bytes:
-                # FastAPI passes only its own HTTPException on from where it reads a body.
+                # While FastAPI reads a body, it lets only its own HTTPException through.
                 raise FastAPIHTTPException(413, f"the body has more than {self._max_bytes} bytes")
             return message
 
@@ -116,7 +118,10 @@ class BodyLimit:
 def require_admin(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 ) -> None:
-    """Raises: ApiError 401 without a token, 403 with a wrong one, if the server has one."""
+    """Check the admin token of a request, if the server has one.
+
+    Raises: ApiError 401 without a token, 403 with a wrong token.
+    """
     expected: str | None = request.app.state.admin_token
     if expected is None:
         return
@@ -127,19 +132,19 @@ def require_admin(
         raise ApiError(403, "the admin token is wrong")
 
 
-def _writable(text: str) -> str:
-    """JSON can say half a surrogate pair, UTF-8 cannot."""
+def _utf8_safe(text: str) -> str:
+    """Escape unpaired surrogates, which JSON can contain but UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
-    """The most specific of pydantic's findings, in one line."""
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    # Alternatives of a union are in the location too: "prompt", "list[...]", 0.
-    location = ".".join(part for part in map(str, first["loc"][1:]) if "[" not in part and part != "str")
-    shown = repr(first.get("input"))
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """Describe the most specific of pydantic's errors in one line."""
+    deepest = max(error.errors(), key=lambda detail: len(detail["loc"]))
+    if deepest["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {deepest['ctx']['error']}", code="invalid_json")
+    # The location includes the alternative of a union, which users need not know: "prompt", "list[...]", 0.
+    location = ".".join(part for part in map(str, deepest["loc"][1:]) if "[" not in part and part != "str")
+    shown = repr(deepest.get("input"))
     got = f", got {shown}" if len(shown) <= _LONGEST_INPUT_SHOWN else ""
-    message = f"{location or 'the body'}: {first['msg']}{got}"
-    return ApiError(400, message, param=location or None, code=first["type"])
+    message = f"{location or 'the body'}: {deepest['msg']}{got}"
+    return ApiError(400, message, param=location or None, code=deepest["type"])

@@ -1,11 +1,11 @@
-"""The members of a pool, and the weights that each of them has.
+"""The members of a pool and their weights.
 
-consumes       the end of each transfer of weights
-waits for      nothing; transfers to remote members run in threads of their own
+consumes       the end of each weight transfer
+waits for      nothing; transfers to remote members run in their own threads
 
-Invariants: a member samples only while its weights are no older than `weight_version`, which never goes down. A member
-that joins, or takes new weights much slower than the others, does not sample until it has caught up. Nobody waits for
-it meanwhile.
+Invariants: a member samples only while its weights are no older than `weight_version`, which never decreases. A member
+that joins, or takes new weights much more slowly than the other members, does not sample until it has caught up. The
+pool does not wait for it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A member is too slow if it takes longer than this, and twice as long as the median of those that have the weights.
+# A member is too slow if its update takes longer than this, and twice as long as the median of the finished updates.
 PATIENCE_S = 1.0
 
 
 class Runner(Protocol):
-    """Carries out a call that may block: `run_in_background`, or `run_at_once`."""
+    """Executes a call that may block: `run_in_background` or `run_at_once`."""
 
     def __call__(self, function: Callable[[], T], /) -> Future[T]: ...
 
@@ -46,23 +46,25 @@ class Update:
 
 @dataclass(slots=True, eq=False)
 class Member:
+    """One engine of a pool."""
+
     name: str
     generator: Generator
     hang_up: Callable[[], object]
-    version: int | None = None  # of its weights, or an older one; None: it has not got any from here
+    version: int | None = None  # lower bound of its weight version; None: it has no weights from this pool yet
     update: Update | None = None
     update_s: float = 0.0  # duration of its last update
-    samples: bool = False  # False: it joins, or was set aside
+    samples: bool = False  # False: it is joining, or was set aside because it is slow
     has_joined: bool = False
-    was_behind: bool = False
+    was_behind: bool = False  # the log has said that it must catch up
     has_served: bool = False  # it has completed a request
-    leaves_because: str | None = None  # it gets no more requests, and leaves when the last is done
-    recall: Future[list[Completion]] | None = None  # its requests, on their way back
+    leave_reason: str | None = None  # set: it gets no more requests and leaves after the last one
+    recall: Future[list[Completion]] | None = None  # the abort that takes its requests back, after it was set aside
     requests: dict[RolloutId, GenerationRequest] = field(default_factory=dict)
 
 
 class Members:
-    """Members by name. Each gets the newest weights when it is added, and whenever it has older ones."""
+    """Members by name. A member is sent the newest weights when it is added and whenever it has older ones."""
 
     def __init__(
         self,
@@ -73,7 +75,10 @@ class Members:
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`ended`: set when a call in the background has ended. `timeout_s`: for one update."""
+        """Create an empty set of members.
+
+        `ended`: event to set when a background call has ended. `timeout_s`: for one update.
+        """
         self._by_name: dict[str, Member] = {}
         self._run, self._ended, self._timeout_s, self._clock = run, ended, timeout_s, clock
         self._keep(version, weights)
@@ -85,32 +90,33 @@ class Members:
         return self._by_name.get(name)
 
     def add(self, member: Member) -> None:
+        """Add a member and start to send it the newest weights."""
         assert member.name not in self._by_name
         self._by_name[member.name] = member
         self._send(member)
 
     def remove(self, member: Member) -> bool:
-        """Return False if it was removed before."""
+        """Remove a member; return False if it was removed before."""
         return self._by_name.pop(member.name, None) is not None
 
     @property
     def weight_version(self) -> int:
         """Oldest version that any member samples with; the newest one while no member samples."""
-        versions = [each.version for each in self if each.samples and each.version is not None]
+        versions = [member.version for member in self if member.samples and member.version is not None]
         return min(versions, default=self.newest_version)
 
     @property
     def update_pending(self) -> bool:
-        """True while a member that samples is given new weights; those that do not sample are waited for by nobody."""
+        """True while a sampling member receives new weights. Updates of members that do not sample do not count."""
         return any(member.update is not None for member in self if member.samples)
 
     @property
     def open(self) -> list[Member]:
-        """The members that take requests."""
-        return [member for member in self if member.samples and member.leaves_because is None]
+        """The members that accept requests."""
+        return [member for member in self if member.samples and member.leave_reason is None]
 
     def update(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send new weights to every member; one that is still being sent older weights gets them afterwards.
+        """Send new weights to every member, after any transfer of older weights to that member.
 
         Raises: WeightUpdateError if a newer version was sent before.
         """
@@ -122,6 +128,7 @@ class Members:
                 self._send(member)
 
     def run(self, function: Callable[[], T]) -> Future[T]:
+        """Execute a call that may block; set `ended` when it is done."""
         future = self._run(function)
         if self._ended is not None:
             ended = self._ended
@@ -129,14 +136,18 @@ class Members:
         return future
 
     def failed(self) -> list[tuple[Member, str]]:
-        """Take note of transfers that have ended; return the members that did not get their weights, and why.
+        """Record transfers that have ended; return the members that did not get their weights, with the reason.
 
-        Raises: NonFiniteWeightsError if a member refused weights that any other would refuse, too.
+        Raises: NonFiniteWeightsError if a member refused the weights, as all members would.
         """
-        return [(member, why) for member in self if member.update and (why := self._settle(member, member.update))]
+        return [
+            (member, reason)
+            for member in self
+            if member.update and (reason := self._check_update(member, member.update))
+        ]
 
     def caught_up(self) -> list[Member]:
-        """Let members sample whose weights are new enough, and return these; send the newest to those behind."""
+        """Let members with new enough weights sample, and return them; send the newest weights to members behind."""
         new = []
         for member in self:
             if member.version is None:
@@ -149,7 +160,7 @@ class Members:
         return new
 
     def slow(self) -> list[Member]:
-        """The members that sample and are too slow over their update."""
+        """Return the sampling members whose update takes too long."""
         sampling = [member for member in self if member.samples]
         durations = sorted(member.update_s for member in sampling if member.update is None)
         if 2 * len(durations) < max(2, len(sampling)):
@@ -158,7 +169,7 @@ class Members:
         return [member for member in sampling if member.update and self._age_s(member.update) > limit_s]
 
     def _keep(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        # A copy: whoever received them may receive the next ones while a slow member is still being sent these.
+        # A copy, because the caller may reuse the tensors for the next version before a slow member has received these.
         self.newest_version, self._weights = version, {name: tensor.clone() for name, tensor in weights.items()}
 
     def _send(self, member: Member) -> None:
@@ -169,8 +180,8 @@ class Members:
     def _age_s(self, update: Update) -> float:
         return self._clock() - update.started_s
 
-    def _settle(self, member: Member, update: Update) -> str | None:
-        """Why the member did not get its weights, if so."""
+    def _check_update(self, member: Member, update: Update) -> str | None:
+        """Record the update if it has ended; return the reason if it has failed."""
         if not update.sent.done():
             late = self._age_s(update) > self._timeout_s
             return f"it did not take version {update.version} in {self._timeout_s:g} s" if late else None

@@ -1,4 +1,4 @@
-"""/v1/completions, /v1/chat/completions and /v1/models."""
+"""OpenAI routes: /v1/completions, /v1/chat/completions and /v1/models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
-from midflight.generation.request_parsing import ServedModel, Tokenizing, check_echo, generation_requests
+from midflight.generation.request_parsing import AsyncTokenizer, ServedModel, check_echo, generation_requests
 from midflight.generation.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
     ResponseBuilder,
-    joined,
+    merge_deltas,
     usage_of,
 )
 from midflight.generation.schemas import (
@@ -34,41 +34,42 @@ from midflight.generation.served_requests import Delta, ServedRequest, ServedReq
 T = TypeVar("T")
 
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-_CLIENT_CLOSED_REQUEST = 499  # nobody is there to see it
+_CLIENT_CLOSED_REQUEST = 499  # the convention for logs; the client is gone
 
 
 def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRouter:
+    """Create the OpenAI routes."""
     router = APIRouter(tags=["generation"], responses=ERROR_RESPONSES)
-    text = Tokenizing(model.tokenizer)
+    text = AsyncTokenizer(model.tokenizer)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text or a list of token ids, or several such lists; with `echo`, say how likely they are."""
+        """Continue a text, a list of token ids, or several such lists; with `echo`, score the prompt as well."""
         check_echo(body)
         builder = CompletionResponseBuilder(model.name, body, await _prompts(body, text), text)
         return await _answer(model, served_requests, request, builder, body.max_tokens, echo=bool(body.echo))
 
     @router.post("/v1/chat/completions", response_model=ChatResponse, responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation; the model's own chat template makes it a prompt."""
+        """Answer a conversation; the model's chat template renders it as a prompt."""
         builder = ChatResponseBuilder(model.name, body, [await text.encode_chat(body.messages)], text)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _answer(model, served_requests, request, builder, max_tokens)
 
     @router.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
-        """The one model that is served."""
+        """List the one model of this server."""
         limits = {"max_length": model.max_length, "max_choices": model.max_samples}
         return ModelList(data=[Model(id=model.name, vocab_size=model.vocab_size, **limits)])
 
     return router
 
 
-async def _prompts(body: CompletionRequest, text: Tokenizing) -> list[list[int]]:
+async def _prompts(body: CompletionRequest, text: AsyncTokenizer) -> list[list[int]]:
     if isinstance(body.prompt, str):
         return [await text.encode(body.prompt)]
-    several = [each for each in body.prompt if isinstance(each, list)]
-    return several or [[each for each in body.prompt if isinstance(each, int)]]
+    prompts = [prompt for prompt in body.prompt if isinstance(prompt, list)]
+    return prompts or [[token_id for token_id in body.prompt if isinstance(token_id, int)]]
 
 
 async def _answer(
@@ -89,7 +90,7 @@ async def _answer(
     if body.min_weight_version is not None and version < body.min_weight_version:
         raise ApiError(
             503,
-            f"min_weight_version is {body.min_weight_version}, and the weights are of version {version}",
+            f"min_weight_version is {body.min_weight_version}, but the weights have version {version}; update them",
             param="min_weight_version",
             code="weights_too_old",
         )
@@ -113,7 +114,7 @@ async def _whole(start: Awaitable[ServedRequest], builder: ResponseBuilder) -> R
         deltas: dict[int, Delta] = {}
         async for delta in served.deltas():
             before = deltas.get(delta.index)
-            deltas[delta.index] = joined(before, delta) if before else delta
+            deltas[delta.index] = merge_deltas(before, delta) if before else delta
     finally:
         served.close()
     in_order = [deltas[index] for index in sorted(deltas)]
@@ -122,7 +123,7 @@ async def _whole(start: Awaitable[ServedRequest], builder: ResponseBuilder) -> R
 
 
 async def _events(served: ServedRequest, builder: ResponseBuilder, include_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events. An error after the first of them can only be an event itself."""
+    """Yield the server-sent events. An error is sent as an event, because the status has been sent already."""
     num_tokens = 0
     try:
         async for delta in served.deltas():
@@ -137,7 +138,7 @@ async def _events(served: ServedRequest, builder: ResponseBuilder, include_usage
 
 
 class _EventStream(StreamingResponse):
-    """Stream of events that closes its request however it ends: sent, disconnected or broken."""
+    """Stream of events that always closes its request: after the last event, a disconnect or an error."""
 
     def __init__(self, served: ServedRequest, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -151,7 +152,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """The result, or None if the client goes away first; the work is then canceled."""
+    """Return the result of the work, or None if the client disconnects first; the work is then canceled."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -162,5 +163,5 @@ async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for each in (task, watch):
-            each.cancel()
+        for future in (task, watch):
+            future.cancel()

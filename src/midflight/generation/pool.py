@@ -1,12 +1,12 @@
-"""Any number of Generators as one. They may come and go while requests are in flight.
+"""EnginePool: any number of Generators as one. Members may join and leave while requests are in flight.
 
-consumes       completions of the members; requests that members which left did not finish
-waits for      a completion, if the members are remote, but not longer than STEP_S
-unblocked by   that; a member that has got its weights
+consumes       completions of the members; unfinished requests of members that left
+waits for      a completion, at most STEP_S; only if the members are remote
+unblocked by   a completion; a member that has received its weights
 
-Invariants: a request in flight is with one member or waits for one. It goes on with the tokens it has, and only at a
-member whose weights are no older than they are: versions never go down along a sequence. A member that is lost, or
-does not take new weights in time, leaves. While it is merely slow, the others go on with its requests.
+Invariants: a request in flight belongs to one member or waits for one. If it changes members, it keeps its tokens, and
+the new member has weights no older than the tokens: versions never decrease along a sequence. A member that is lost, or
+does not take new weights in time, leaves. If it is only slow, the other members take over its requests.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def _log_engine(name: str, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PoolHooks:
-    """Callbacks to whoever knows where the members come from. All are called by the thread of the pool."""
+    """Callbacks to the owner of the pool, called by the thread that uses the pool."""
 
-    discover: Callable[[EnginePool], object] = lambda pool: None  # at every step: for members to join and leave
-    log: Callable[[str, str], object] = _log_engine  # a member's name, and what became of it
-    left: Callable[[str, str], object] = _log_engine  # the same of one that is no member any more
-    # Raises RequestError if no member could take the request.
+    discover: Callable[[EnginePool], object] = lambda pool: None  # called at every step: lets members join and leave
+    log: Callable[[str, str], object] = _log_engine  # receives the name of a member and an event
+    left: Callable[[str, str], object] = _log_engine  # receives the name of a former member and the reason
+    # Raises RequestError if no member could run the request.
     validate: Callable[[GenerationRequest], object] = lambda request: None
 
 
 class EnginePool:
-    """Implements Generator over its members. For one thread; `update_weights` of remote members runs in others.
+    """Implements Generator over its members. For use by one thread; updates of remote members run in other threads.
 
-    Raises (`step`): NonFiniteWeightsError; GenerationLostError if no member has been there for `join_timeout_s`.
+    Raises (`step`): NonFiniteWeightsError; GenerationLostError if no member has accepted requests for `join_timeout_s`.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class EnginePool:
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`weights`: for members that join; copied, and kept until the next update.
+        """Create a pool without members.
 
-        For remote members `run` is `run_in_background`, and `ended` what they set when `step` has something to return.
+        `weights`: for members that join; copied and kept until the next update. `run`: `run_in_background` for remote
+        members. `ended`: the event that remote members set when their `step` has something to return.
         """
         self._members = Members(version, weights, run, ended, update_timeout_s, clock)
         self._ended, self._hooks, self._join_timeout_s, self._clock = ended, hooks, join_timeout_s, clock
@@ -81,13 +82,13 @@ class EnginePool:
         self._completed: list[Completion] = []
         self._placement = Placement()
         self._updated_while_idle = False
-        self._alone_since_s: float | None = None
+        self._empty_since_s: float | None = None
 
     # --- members ----------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the members, those included that have not got their first weights yet."""
+        """Names of the members, including members still waiting for their first weights."""
         return frozenset(member.name for member in self._members)
 
     def has_served(self, name: str) -> bool:
@@ -98,43 +99,40 @@ class EnginePool:
     def join(self, name: str, generator: Generator, hang_up: Callable[[], object] = lambda: None) -> None:
         """Add a member; it gets requests once it has the weights.
 
-        `hang_up` must not wait for it, and afterwards `abort` must give back what had arrived.
+        `hang_up`: disconnects without waiting for the member; `abort` must then return the tokens that had arrived.
         """
         self._members.add(Member(name, generator, hang_up))
         self._follow_updates()
 
-    def leave(self, name: str, why: str) -> None:
-        """Let a member finish what it has, and then leave. One that is not there is passed over."""
+    def leave(self, name: str, reason: str) -> None:
+        """Give a member no more requests and remove it after its last one; an unknown name is ignored."""
         if member := self._members.get(name):
-            member.leaves_because = why
+            member.leave_reason = reason
             self._drop_if_done(member)
 
-    def lose(self, name: str, why: str) -> None:
-        """Take a member out at once: somebody has found out that it is gone, or hangs."""
+    def lose(self, name: str, reason: str) -> None:
+        """Remove a member at once because it is gone or hangs; an unknown name is ignored."""
         if member := self._members.get(name):
-            self._drop(member, why)
+            self._drop(member, reason)
 
     def close(self) -> None:
-        """Hang up on all members."""
+        """Disconnect from all members."""
         for member in self._members:
             member.hang_up()
             self._members.remove(member)
 
     def wait_for_member(self, timeout_s: float = STEP_S) -> bool:
-        """Step until there is one that takes requests, or the time is up; whether there is."""
+        """Step until a member accepts requests, at most `timeout_s` seconds; return True if one does."""
         deadline_s = self._clock() + timeout_s
         while not self._members.open and self._clock() < deadline_s:
             self._completed += self.step()
         return bool(self._members.open)
 
-    # --- the verbs of a Generator -----------------------------------------------------------------------------
+    # --- Generator --------------------------------------------------------------------------------------------
 
     @property
     def weight_version(self) -> int:
-        """Oldest version that a member samples with: a bound on the lag of what is started now holds for all.
-
-        It never goes down.
-        """
+        """Oldest version that a member samples with, so that lag bounds hold for every member; never decreases."""
         return self._members.weight_version
 
     @property
@@ -143,28 +141,28 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Number of members that take requests; 1 while there is none, so that requests wait for it."""
+        """Number of members that accept requests; 1 if there are none, so that requests are added and wait."""
         return max(1, len(self._members.open))
 
     @property
     def update_pending(self) -> bool:
-        """True while a member that samples is given new weights. A member that joins holds nobody up."""
+        """True while a sampling member receives new weights; a joining member does not count."""
         return self._members.update_pending
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Without a member for them they wait for one."""
-        fresh = {request.rollout_id: request for request in requests}
-        for rollout_id, request in fresh.items():
+        """Add requests, all or none; requests without a member wait for one."""
+        added = {request.rollout_id: request for request in requests}
+        for rollout_id, request in added.items():
             if rollout_id in self._owners or rollout_id in self._waiting:
                 raise RequestError(f"request {rollout_id} is in flight already")
             self._hooks.validate(request)
-        if len(fresh) < len(requests):
-            raise RequestError("a request is there twice")
-        self._waiting |= fresh
+        if len(added) < len(requests):
+            raise RequestError("a request is in the list twice; every request needs its own id")
+        self._waiting |= added
         try:
-            self._place(fresh)
+            self._place(added)
         except RequestError:
-            self.abort(list(fresh))
+            self.abort(list(added))
             raise
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
@@ -178,19 +176,20 @@ class EnginePool:
         if self._ended is not None and not completions:
             self._ended.wait(STEP_S)
             completions = self._advance()
-        self._check_patience()
+        self._check_join_timeout()
         return completions
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
-        """All members at once. What a member that is lost meanwhile had is among them."""
+        """Abort requests at all members in parallel; includes the requests of a member that is lost during the call."""
         for member in self._members:
-            self._end_recall(member)
-        asked: dict[Member, list[RolloutId]] = {}
+            self._finish_recall(member)
+        by_member: dict[Member, list[RolloutId]] = {}
         for rollout_id in rollout_ids:
             if rollout_id in self._owners:
-                asked.setdefault(self._owners[rollout_id], []).append(rollout_id)
+                by_member.setdefault(self._owners[rollout_id], []).append(rollout_id)
         answers = [
-            (member, self._members.run(functools.partial(member.generator.abort, ids))) for member, ids in asked.items()
+            (member, self._members.run(functools.partial(member.generator.abort, ids)))
+            for member, ids in by_member.items()
         ]
         aborted: list[Completion] = []
         for member, answer in answers:
@@ -202,14 +201,20 @@ class EnginePool:
             self._release(completion.rollout_id)
         waiting = [self._waiting.pop(rollout_id) for rollout_id in rollout_ids if rollout_id in self._waiting]
         return aborted + [
-            Completion(each.rollout_id, each.generated or GeneratedTokens.none(), FinishReason.ABORT)
-            for each in waiting
+            Completion(request.rollout_id, request.generated or GeneratedTokens.none(), FinishReason.ABORT)
+            for request in waiting
         ]
 
     def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send them to all members at once; `update_pending` until those that sample have them, or are set aside."""
+        """Send weights to all members in parallel, without waiting for remote members.
+
+        `update_pending` is True until every sampling member has the weights or is set aside.
+        """
         if self.update_pending:
-            raise WeightUpdateError(f"version {version} came while another is being sent")
+            raise WeightUpdateError(
+                f"version {version} came while another version is being sent; step the pool until `update_pending` is"
+                " False"
+            )
         self._updated_while_idle = not self.num_in_flight
         self._members.update(version, weights)
         self._follow_updates()
@@ -217,8 +222,8 @@ class EnginePool:
     # --- weights ----------------------------------------------------------------------------------------------
 
     def _follow_updates(self) -> None:
-        for member, why in self._members.failed():
-            self._drop(member, why)
+        for member, reason in self._members.failed():
+            self._drop(member, reason)
         for member in self._members.caught_up():
             if not member.has_joined:
                 member.has_joined = True
@@ -229,22 +234,22 @@ class EnginePool:
                 member.recall = self._members.run(functools.partial(member.generator.abort, list(member.requests)))
         for member in self._members:
             if member.version is not None and not member.samples and not member.was_behind:
-                member.was_behind = True  # said once: it may be so at every update
+                member.was_behind = True  # log this once per member, because it may happen at every update
                 self._hooks.log(
                     member.name,
                     f"gets no requests until it has caught up: it has version {member.version}, and others sample with"
                     f" {self.weight_version}",
                 )
             if member.recall is not None and member.recall.done():
-                self._end_recall(member)
+                self._finish_recall(member)
 
-    def _end_recall(self, member: Member) -> None:
-        """Wait until the requests of a member that was set aside have come back."""
+    def _finish_recall(self, member: Member) -> None:
+        """Wait for the requests of a member that was set aside, and let them wait for another member."""
         recall, member.recall = member.recall, None
         if recall is None:
             return
         try:
-            self._take(recall.result())
+            self._handle(recall.result())
         except MidflightError as error:
             self._drop(member, str(error))
         else:
@@ -252,23 +257,23 @@ class EnginePool:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def _place(self, fresh: Mapping[RolloutId, GenerationRequest] | None = None) -> None:
-        """Hand out what waits, as far as there is somebody for it.
+    def _place(self, added: Mapping[RolloutId, GenerationRequest] | None = None) -> None:
+        """Send waiting requests to members that can run them.
 
-        Raises: RequestError of a member that refuses a `fresh` one. A member that refuses one of others leaves.
+        Raises: RequestError if a member refuses a request in `added`. A member that refuses any other request leaves.
         """
         while batches := self._assign():
             for member, batch in batches.items():
                 try:
                     member.generator.add(batch)
                 except RequestError as error:
-                    if any(each.rollout_id in (fresh or ()) for each in batch):
+                    if any(request.rollout_id in (added or ()) for request in batch):
                         raise
                     self._drop(member, str(error))
                     continue
                 except _LOST as error:
-                    # If it was stopped, it is still handing over what it has; if it is gone, `step` says so.
-                    member.leaves_because = str(error)
+                    # A stopped member still hands over its requests in `step`; a member that is gone fails there.
+                    member.leave_reason = str(error)
                     self._drop_if_done(member)
                     continue
                 for request in batch:
@@ -280,14 +285,14 @@ class EnginePool:
         if not self._waiting:
             return {}
         members = self._members.open
-        # As with one engine: what is started after an update that nobody had to go on through is sampled by it.
+        # As with a single engine: requests added after an update of an idle pool are sampled by the new weights.
         if self._updated_while_idle and any(member.update is not None for member in members):
             return {}
         return self._placement.assign(self._waiting, members, self._members.newest_version)
 
     def _advance(self) -> list[Completion]:
         if self._ended is not None:
-            self._ended.clear()  # before anybody is asked: what comes later is seen by the next wait
+            self._ended.clear()  # before the members are asked, so that the next wait sees any later event
         self._follow_updates()
         for member in self._members:
             if member.recall is None:
@@ -304,15 +309,15 @@ class EnginePool:
             self._drop(member, str(error))
             return
         for completion in completions:
-            if completion.finish_reason is FinishReason.ABORT:  # nobody here asked for it
-                member.leaves_because = member.leaves_because or "it was stopped"
+            if completion.finish_reason is FinishReason.ABORT:  # not aborted by the pool
+                member.leave_reason = member.leave_reason or "it was stopped"
             else:
                 member.has_served = True
-        self._take(completions)
+        self._handle(completions)
         self._drop_if_done(member)
 
-    def _take(self, completions: Sequence[Completion]) -> None:
-        """Pass on the requests that are done; the others wait for a member again."""
+    def _handle(self, completions: Sequence[Completion]) -> None:
+        """Queue finished requests for `step` to return; aborted requests wait for a member again."""
         for completion in completions:
             request = self._release(completion.rollout_id)
             if completion.finish_reason is FinishReason.ABORT:
@@ -325,29 +330,29 @@ class EnginePool:
         return self._owners.pop(rollout_id).requests.pop(rollout_id)
 
     def _drop_if_done(self, member: Member) -> None:
-        if member.leaves_because is not None and not member.requests:
-            self._drop(member, member.leaves_because)
+        if member.leave_reason is not None and not member.requests:
+            self._drop(member, member.leave_reason)
 
-    def _drop(self, member: Member, why: str) -> None:
-        """Take a member out, and back what it has not finished."""
+    def _drop(self, member: Member, reason: str) -> None:
+        """Remove a member and take back its unfinished requests."""
         if not self._members.remove(member):
             return
         num_in_flight = len(member.requests)
         member.hang_up()
-        self._take(member.generator.abort(list(member.requests)))
-        if member.requests:  # they had ended by themselves
-            self._take(member.generator.step())
-        if member.requests and member.recall is not None:  # they were on their way back
-            self._take(member.recall.result())
-        go_on = f"; {num_in_flight} rollouts go on elsewhere" if num_in_flight else ""
-        self._hooks.left(member.name, f"{'left' if member.has_joined else 'could not join'}: {why}{go_on}")
+        self._handle(member.generator.abort(list(member.requests)))
+        if member.requests:  # they had finished before the abort
+            self._handle(member.generator.step())
+        if member.requests and member.recall is not None:  # the recall has taken them
+            self._handle(member.recall.result())
+        resumed = f"; {num_in_flight} rollouts go on elsewhere" if num_in_flight else ""
+        self._hooks.left(member.name, f"{'left' if member.has_joined else 'could not join'}: {reason}{resumed}")
 
-    def _check_patience(self) -> None:
+    def _check_join_timeout(self) -> None:
         if self._members.open:
-            self._alone_since_s = None
-        elif self._alone_since_s is None:
-            self._alone_since_s = self._clock()
-        elif self._clock() - self._alone_since_s > self._join_timeout_s:
+            self._empty_since_s = None
+        elif self._empty_since_s is None:
+            self._empty_since_s = self._clock()
+        elif self._clock() - self._empty_since_s > self._join_timeout_s:
             raise GenerationLostError(
                 f"no engine has joined within {self._join_timeout_s:g} s; {self.num_in_flight} rollouts wait for one"
             )

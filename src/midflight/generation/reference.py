@@ -1,8 +1,8 @@
-"""A Reference that is somewhere else: a server that scores prompts over the HTTP contract.
+"""HTTPReference: a Reference over a server that scores prompts.
 
 consumes       answers to /v1/completions with `echo`
-waits for      the scores of a whole microbatch, over a few connections at once
-unblocked by   them; a server that stays away for as long as it is asked again
+waits for      the scores of a whole microbatch, over a few parallel connections
+unblocked by   the scores; a server that stays unreachable through all retries
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from midflight.generation.schemas import CompletionResponse, Model, TextChoice
 from midflight.generation.token_streams import reason_of, refusal_of
 from midflight.types import Float32Array, Int32Array, Microbatch
 
-# Before each of the attempts after the first, seconds: about as long as a server takes to start again.
+# Delays before the retries (seconds). Together about as long as a server takes to restart.
 DEFAULT_BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 DEFAULT_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 10.0
-# Of one request, unless a single sequence has more: far from any limit on bodies, and an answer comes before a timeout.
+# Tokens per request, unless a single sequence has more: far below any limit on bodies, and answered before a timeout.
 _MAX_REQUEST_TOKENS = 1 << 14
 
 
 class HTTPReference:
     """Implements Reference over a server. Close it, or use it in a `with` block.
 
-    A request that a lost connection took with it is made again after each of `backoff_s`. `timeout_s`: for an answer.
+    If the connection is lost, a request is repeated after each of the delays `backoff_s`. `timeout_s`: for an answer.
     """
 
     def __init__(
@@ -45,15 +45,16 @@ class HTTPReference:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         backoff_s: Sequence[float] = DEFAULT_BACKOFF_S,
     ) -> None:
-        """`temperature`: of the sampling distribution, which log-probabilities are of.
+        """Connect to the server and read its limits.
 
-        Raises: GenerationLostError if the server cannot be reached, or is none that scores prompts.
+        `temperature`: of the sampling distribution; log-probabilities are computed at this temperature.
+        Raises: GenerationLostError if the server cannot be reached, or does not answer like a `midflight serve`.
         """
         self._url, self._temperature = url.rstrip("/"), temperature
         self._num_connections, self._backoff_s = num_connections, backoff_s
         self._version: int | None = None
         try:
-            # A proxy of the environment is not meant for the machines of a run.
+            # Proxy settings of the environment do not apply to the machines of a run.
             self._http = httpx.Client(
                 base_url=self._url,
                 timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
@@ -61,7 +62,7 @@ class HTTPReference:
                 trust_env=False,
             )
         except httpx.InvalidURL as error:
-            raise GenerationLostError(f"{self._url} is no URL: {error}") from error
+            raise GenerationLostError(f"{self._url} is not a URL: {error}") from error
         try:
             self.limits = self._read_limits()
         except BaseException:
@@ -69,12 +70,15 @@ class HTTPReference:
             raise
 
     def logprobs(self, microbatch: Microbatch) -> Float32Array:
-        """Raises: GenerationLostError if the server stays away; GenerationError if it fails or has new weights."""
+        """Score the tokens of a microbatch; 0 outside the loss mask.
+
+        Raises: GenerationLostError if the server stays unreachable; GenerationError if it fails or has new weights.
+        """
         positions = microbatch.sequence_positions()
         sequences = [microbatch.token_ids[np.concatenate(parts)] for parts in positions]
         with ThreadPoolExecutor(self._num_connections, thread_name_prefix="reference") as pool:
             answers = pool.map(self._score, self._requests(sequences))
-            scores = [each for answer in answers for each in answer]
+            scores = [sequence_scores for answer in answers for sequence_scores in answer]
         logprobs = np.zeros(len(microbatch.token_ids), np.float32)
         for (prefix, own), scored in zip(positions, scores, strict=True):
             logprobs[own] = scored[len(prefix) :]
@@ -82,6 +86,7 @@ class HTTPReference:
         return logprobs
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -91,19 +96,19 @@ class HTTPReference:
         self.close()
 
     def _requests(self, sequences: Sequence[Int32Array]) -> Iterator[list[Int32Array]]:
-        """As many sequences in each as keep all connections busy, or as the server takes."""
-        most = min(self.limits.max_choices, math.ceil(len(sequences) / self._num_connections))
+        """Split the sequences into requests that keep all connections busy and respect the limits of the server."""
+        max_sequences = min(self.limits.max_choices, math.ceil(len(sequences) / self._num_connections))
         request: list[Int32Array] = []
         for sequence in sequences:
             num_tokens = sum(map(len, request)) + len(sequence)
-            if request and (len(request) == most or num_tokens > _MAX_REQUEST_TOKENS):
+            if request and (len(request) == max_sequences or num_tokens > _MAX_REQUEST_TOKENS):
                 yield request
                 request = []
             request.append(sequence)
         yield request
 
     def _score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        """Log-probabilities of every token; NaN for the first of each sequence."""
+        """Return the log-probability of every token; NaN for the first token of each sequence."""
         body = {
             "prompt": [sequence.tolist() for sequence in sequences],
             "echo": True,
@@ -127,8 +132,8 @@ class HTTPReference:
             choices = CompletionResponse.model_validate_json(response.content).choices
         except ValueError as error:
             raise self._not_ours(response) from error
-        if any(choice.finish_reason == "abort" for choice in choices):  # as when a server is stopped
-            raise _ConnectionLostError("it stopped")
+        if any(choice.finish_reason == "abort" for choice in choices):  # a server that stops aborts its requests
+            raise _ConnectionLostError("the server was stopped")
         return choices
 
     def _logprobs(self, choice: TextChoice, sequence: Int32Array) -> Float32Array:
@@ -143,7 +148,7 @@ class HTTPReference:
             elif version != self._version:
                 raise GenerationError(
                     f"the weights of the reference at {self._url} changed from version {self._version} to {version};"
-                    " nobody may update a reference"
+                    " reference.url must name a server that nothing updates"
                 )
         return np.array(logprobs, np.float32)  # None becomes NaN
 
@@ -158,7 +163,10 @@ class HTTPReference:
             raise self._not_ours(response) from error
 
     def _call(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """Raises: _ConnectionLostError if it may be better next time, MidflightError if not."""
+        """Make a request and return the response.
+
+        Raises: _ConnectionLostError if a retry may help, MidflightError if not.
+        """
         try:
             response = self._http.request(method, path, json=body)
         except httpx.ReadTimeout as error:
@@ -179,4 +187,4 @@ class HTTPReference:
 
 
 class _ConnectionLostError(Exception):
-    """The server is not there, or is going."""
+    """The server cannot be reached, or is stopping."""

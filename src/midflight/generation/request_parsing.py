@@ -27,19 +27,22 @@ from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, Roll
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is served: the limits that requests are held to, and the tokenizer."""
+    """The model of a server: its tokenizer and the limits of requests."""
 
     name: str
     tokenizer: Tokenizer
-    stop_token_ids: tuple[int, ...]  # of a request that names none
+    stop_token_ids: tuple[int, ...]  # default of a request
     vocab_size: int
-    max_length: int  # of prompt and response
-    max_tokens: int  # per response
-    max_samples: int  # per request
+    max_length: int  # tokens of prompt and response together
+    max_tokens: int  # tokens of a response
+    max_samples: int  # choices of a request
 
 
-class Tokenizing:
-    """The tokenizer, off the event loop where a text can be long; one at a time, since it is not made for two."""
+class AsyncTokenizer:
+    """A tokenizer that encodes in a thread of its own, so that long texts do not block the event loop.
+
+    One thread, because tokenizers are not thread-safe.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -47,27 +50,35 @@ class Tokenizing:
         self._token_texts: dict[int, str] = {}
 
     async def encode(self, text: str) -> list[int]:
-        """Raises: ApiError 400 for half a surrogate pair, which JSON can say and no tokenizer understands."""
+        """Encode a prompt.
+
+        Raises: ApiError 400 for an unpaired surrogate, which JSON can contain but tokenizers cannot encode.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ApiError(400, f"prompt: character {error.start} is half a surrogate pair", param="prompt") from error
+            raise ApiError(400, f"prompt: character {error.start} is an unpaired surrogate", param="prompt") from error
         return await asyncio.get_running_loop().run_in_executor(self._executor, encode_prompt, self._tokenizer, text)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Raises: ApiError 400 if there is no chat template, or it does not take these messages."""
+        """Render a conversation with the chat template and encode it.
+
+        Raises: ApiError 400 if there is no chat template, or if the template refuses the messages.
+        """
         if not self._tokenizer.chat_template:
-            raise ApiError(400, "the model's tokenizer has no chat template; /v1/completions would work")
+            raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions")
         plain = [_plain(message) for message in messages]
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, encode_chat, self._tokenizer, plain)
-        except Exception as error:  # whatever a template likes to raise
+        except Exception as error:  # a template may raise any exception
             raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens to text."""
         return decode(self._tokenizer, token_ids)
 
-    def of_token(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
+        """Decode one token; cached."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self._tokenizer.decode([token_id])
         return self._token_texts[token_id]
@@ -81,9 +92,9 @@ def generation_requests(
     *,
     score_prompts: bool = False,
 ) -> list[GenerationRequest]:
-    """One for each choice: the samples of the first prompt, then those of the second.
+    """Create one request for each choice: `n` samples of the first prompt, then `n` samples of the second, and so on.
 
-    Raises: ApiError naming the field and the number that does not fit.
+    Raises: ApiError naming the field and the value that does not fit.
     """
     num_samples = body.n or 1
     num_choices = num_samples * len(prompts)
@@ -101,7 +112,7 @@ def generation_requests(
         )
     if body.generated and num_choices > 1:
         name, number = ("n", num_samples) if num_samples > 1 else ("prompt", len(prompts))
-        raise ApiError(400, f"{name} is {number}, but only one sample can go on after `generated`", param=name)
+        raise ApiError(400, f"{name} is {number}, but only one sample can continue after `generated`", param=name)
     if body.rollout_id is not None and body.rollout_id + num_choices > NUM_ROLLOUT_IDS:
         raise ApiError(400, f"rollout_id + n is above {NUM_ROLLOUT_IDS}", param="rollout_id")
     stop_token_ids = model.stop_token_ids if body.stop_token_ids is None else tuple(body.stop_token_ids)
@@ -121,7 +132,7 @@ def generation_requests(
     )
     seed = secrets.randbits(63) if body.seed is None else body.seed
     arrays = [np.array(prompt, np.int32) for prompt in prompts]
-    first = _own_rollout_id(seed, arrays) if body.rollout_id is None else RolloutId(body.rollout_id)
+    first = _derived_rollout_id(seed, arrays) if body.rollout_id is None else RolloutId(body.rollout_id)
     return [
         GenerationRequest(
             RolloutId(first + index), prompt, sampling, seed, generated, score_prompts, body.first_position
@@ -131,33 +142,36 @@ def generation_requests(
 
 
 def check_echo(body: CompletionRequest) -> None:
-    """Raises: ApiError if the request asks for a scored prompt and for something that does not go with it."""
+    """Check the options of a request that scores its prompt.
+
+    Raises: ApiError if an option cannot be combined with `echo`, or needs `echo` and lacks it.
+    """
     if not body.echo:
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens: 0 needs echo = true, which scores the prompt", param="max_tokens")
         return
     refused = {
         "stream": "its answer comes whole",
-        "stop": "stop_token_ids would work",
-        "generated": "all of a sequence can be the prompt",
+        "stop": "use stop_token_ids",
+        "generated": "put all tokens of the sequence into the prompt",
         "top_k": "prompts are scored by the whole distribution",
         "top_p": "prompts are scored by the whole distribution",
         "min_p": "prompts are scored by the whole distribution",
     }
-    for name, instead in refused.items():
+    for name, advice in refused.items():
         value = getattr(body, name)
         if value and not (name == "top_p" and value == 1):
-            raise ApiError(400, f"{name}: not with echo; {instead}", param=name)
+            raise ApiError(400, f"{name}: not with echo; {advice}", param=name)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    worst = max(token_ids, default=0)
-    if worst >= vocab_size:
-        raise ApiError(400, f"{field}: token id {worst} is not in 0 to {vocab_size - 1}", param=field)
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise ApiError(400, f"{field}: token id {largest} is not in 0 to {vocab_size - 1}", param=field)
 
 
-def _own_rollout_id(seed: int, prompts: Sequence[Int32Array]) -> RolloutId:
-    """The same for the same seed and prompts, so that a seed alone makes a request repeatable."""
+def _derived_rollout_id(seed: int, prompts: Sequence[Int32Array]) -> RolloutId:
+    """Derive an id from the seed and the prompts, so that a request with a seed is repeatable without a rollout id."""
     tokens = b"".join(prompt.tobytes() for prompt in prompts)
     digest = hashlib.blake2b(seed.to_bytes(9, "little", signed=True) + tokens, digest_size=6).digest()
     return RolloutId(NUM_ROLLOUT_IDS + int.from_bytes(digest, "little"))
@@ -175,7 +189,7 @@ def _generated_tokens(generated: Generated) -> GeneratedTokens | None:
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:
-    """As most templates want it: the parts of the content in one text."""
+    """Convert a message to the form that most templates expect, with its content as a single string."""
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     return {"role": message.role, "content": text, **({"name": message.name} if message.name else {})}

@@ -1,4 +1,4 @@
-"""How deltas of generated text become OpenAI responses, whole or in chunks."""
+"""OpenAI responses and chunks, built from deltas of generated text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from midflight.generation.request_parsing import Tokenizing
+from midflight.generation.request_parsing import AsyncTokenizer
 from midflight.generation.schemas import (
     AssistantMessage,
     ChatChunk,
@@ -32,20 +32,23 @@ from midflight.types import Float32Array, GeneratedTokens
 
 
 class ResponseBuilder(ABC):
-    """How deltas become a response or chunks of one."""
+    """Builds the response to one HTTP request from deltas: at once, or in chunks."""
 
-    def __init__(self, model: str, body: GenerationOptions, prompts: Sequence[Sequence[int]], text: Tokenizing) -> None:
+    def __init__(
+        self, model: str, body: GenerationOptions, prompts: Sequence[Sequence[int]], text: AsyncTokenizer
+    ) -> None:
         self.body, self.prompts, self.text = body, prompts, text
         self._common: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         if body.return_token_ids:
             self._common["prompt_token_ids"] = list(prompts[0] if len(prompts) == 1 else prompts)
 
     @abstractmethod
-    def response(self, deltas: Sequence[Delta], usage: Usage | None) -> str: ...
+    def response(self, deltas: Sequence[Delta], usage: Usage | None) -> str:
+        """Return the whole response as JSON, from one delta per choice."""
 
     @abstractmethod
     def chunk(self, deltas: Sequence[Delta], usage: Usage | None = None) -> str:
-        """Empty `deltas` for the chunk that has the usage."""
+        """Return one chunk of a stream as JSON. `deltas` is empty for the chunk with the usage."""
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
         return {
@@ -58,10 +61,12 @@ class ResponseBuilder(ABC):
 
     def _logprobs(self, delta: Delta) -> tuple[list[str], list[float | None]]:
         token_ids = delta.generated.token_ids.tolist()
-        return [self.text.of_token(token_id) for token_id in token_ids], finite_or_none(delta.generated.logprobs)
+        return [self.text.token_text(token_id) for token_id in token_ids], finite_or_none(delta.generated.logprobs)
 
 
 class CompletionResponseBuilder(ResponseBuilder):
+    """Builds responses of /v1/completions."""
+
     body: CompletionRequest
 
     def response(self, deltas: Sequence[Delta], usage: Usage | None) -> str:
@@ -73,16 +78,16 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def chunk(self, deltas: Sequence[Delta], usage: Usage | None = None) -> str:
         chunk = self.response(deltas, usage)
-        self._common.pop("prompt_token_ids", None)  # once is enough
+        self._common.pop("prompt_token_ids", None)  # only the first chunk has them
         return chunk
 
     def _with_prompt(self, delta: Delta) -> Delta:
-        """Unchanged if there is nothing to echo: the prompt of an aborted request may not have been scored."""
-        if delta.prompt is None:
+        """Put the scored prompt before the text and tokens of the delta."""
+        if delta.prompt is None:  # nothing to echo, or the request was aborted before its prompt was scored
             return delta
         prompt = self.body.prompt
         text = prompt if isinstance(prompt, str) else self.text.decode(delta.prompt.token_ids.tolist())
-        return joined(replace(delta, text=text, generated=delta.prompt), delta)
+        return merge_deltas(replace(delta, text=text, generated=delta.prompt), delta)
 
     def _text_logprobs(self, delta: Delta) -> TextLogprobs | None:
         if self.body.logprobs is None:
@@ -92,9 +97,11 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 
 class ChatResponseBuilder(ResponseBuilder):
+    """Builds responses of /v1/chat/completions."""
+
     body: ChatRequest
 
-    def __init__(self, model: str, body: ChatRequest, prompts: Sequence[Sequence[int]], text: Tokenizing) -> None:
+    def __init__(self, model: str, body: ChatRequest, prompts: Sequence[Sequence[int]], text: AsyncTokenizer) -> None:
         super().__init__(model, body, prompts, text)
         self._begun: set[int] = set()  # choices whose role has been sent
 
@@ -114,7 +121,7 @@ class ChatResponseBuilder(ResponseBuilder):
             self._begun.add(delta.index)
             choices.append(DeltaChoice(**self._fields(delta), delta=message, logprobs=self._chat_logprobs(delta)))
         chunk = ChatChunk(**self._common, choices=choices, usage=usage).model_dump_json()
-        self._common.pop("prompt_token_ids", None)  # once is enough
+        self._common.pop("prompt_token_ids", None)  # only the first chunk has them
         return chunk
 
     def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
@@ -125,16 +132,17 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def finite_or_none(logprobs: Float32Array) -> list[float | None]:
-    """JSON has no infinities. A float32 survives the way through decimal digits exactly."""
+    """Replace NaN and infinities, which JSON lacks, by None; JSON keeps every other float32 exactly."""
     return [value if math.isfinite(value) else None for value in logprobs.tolist()]
 
 
-def joined(first: Delta, second: Delta) -> Delta:
-    """Two deltas of one choice as one."""
+def merge_deltas(first: Delta, second: Delta) -> Delta:
+    """Merge two consecutive deltas of one choice."""
     generated = GeneratedTokens.joined([first.generated, second.generated])
     return replace(second, text=first.text + second.text, generated=generated)
 
 
 def usage_of(prompts: Sequence[Sequence[int]], num_tokens: int) -> Usage:
-    num_read = sum(map(len, prompts))
-    return Usage(prompt_tokens=num_read, completion_tokens=num_tokens, total_tokens=num_read + num_tokens)
+    """Count the tokens of the prompts and of the response; `num_tokens`: generated tokens."""
+    num_prompt = sum(map(len, prompts))
+    return Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens)

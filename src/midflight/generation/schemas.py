@@ -1,7 +1,7 @@
-"""What goes over the wire: OpenAI's shapes, and what reinforcement learning needs beyond them.
+"""JSON bodies of requests and responses: the OpenAI formats with additional fields for reinforcement learning.
 
-Fields that OpenAI does not have carry a description. Unknown fields are refused: an option that is dropped silently is
-worse than an error.
+Additional fields have a description. Unknown fields are refused: an error is better than an option that is silently
+ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from midflight.types import TEMPERATURES, GeneratedTokens
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from midflight.weights.process_group import DEFAULT_TIMEOUT_S
 
-# Ids above are the server's own, for requests without one; all fit into the 53 bits that any JSON reader keeps.
+# Rollout ids of clients are below this. The server gives larger ids to requests without one. All ids fit into 53 bits,
+# which every JSON parser represents exactly.
 NUM_ROLLOUT_IDS = 1 << 52
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -25,6 +26,8 @@ RolloutIdField = Annotated[int, Field(ge=0, lt=NUM_ROLLOUT_IDS)]
 
 
 class Wire(BaseModel):
+    """Base of all request bodies: strict types, no unknown fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -32,7 +35,7 @@ class Wire(BaseModel):
 
 
 class Generated(Wire):
-    """What an earlier attempt already sampled: per token its id, logprob (nats, float32) and weight version."""
+    """Tokens sampled by an earlier attempt: per token its id, log-probability (float32, nats) and weight version."""
 
     token_ids: list[TokenId]
     logprobs: list[Annotated[float, Field(ge=-1e38, le=1e38)]]
@@ -40,109 +43,135 @@ class Generated(Wire):
 
 
 class StreamOptions(Wire):
+    """Options of a streamed response."""
+
     include_usage: bool = False
-    chunk_tokens: int = Field(1, ge=1, le=1 << 20, description="send a chunk every so many decode steps")
+    chunk_tokens: int = Field(1, ge=1, le=1 << 20, description="number of decode steps per chunk")
 
 
 class GenerationOptions(Wire):
-    """What completions and chat completions have in common."""
+    """Fields common to completions and chat completions."""
 
-    model: str | None = Field(None, description="default: the model that is served")
+    model: str | None = Field(None, description="default: the model of the server")
     n: int | None = Field(None, ge=1, description="default 1; choice i is rollout rollout_id + i")
     temperature: float | None = Field(
         None, ge=0, le=TEMPERATURES[1], description=f"default 1; 0 is greedy; else at least {TEMPERATURES[0]}"
     )
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=1 << 31, description="sample from the top_k likeliest tokens; 0: all")
-    min_p: float | None = Field(None, ge=0, le=1, description="drop tokens this much less likely than the likeliest")
+    top_k: int | None = Field(None, ge=0, lt=1 << 31, description="sample from the top_k most likely tokens; 0: all")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="smallest probability of a token, relative to the most likely token"
+    )
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     stop_token_ids: list[TokenId] | None = Field(
         None, description="tokens that end a response; default: the model's end-of-sequence tokens"
     )
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="with the prompt, decides the samples")
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="same seed and prompt: same samples")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = Field(False, description="give token_ids, and prompt_token_ids")
+    return_token_ids: bool = Field(False, description="include token_ids and prompt_token_ids in the response")
     rollout_id: RolloutIdField | None = Field(
-        None, description="samples are a function of (seed, rollout_id, position); default: of seed and prompt"
+        None,
+        description="samples are a function of (seed, rollout_id, position); default: derived from seed and prompt",
     )
     first_position: int = Field(
-        0, ge=0, lt=1 << 31, description="of the first sampled token; later turns count on from the earlier ones"
+        0,
+        ge=0,
+        lt=1 << 31,
+        description="position of the first sampled token; a later turn continues the count of the earlier turns",
     )
-    generated: Generated | None = Field(None, description="go on after these tokens, as if never interrupted")
+    generated: Generated | None = Field(None, description="continue after these tokens, as if never interrupted")
     min_weight_version: Version | None = Field(
-        None, description="refuse, with 503, while the weights are older: a server that was started again, say"
+        None, description="refuse the request with 503 while the weights are older, for example after a restart"
     )
     user: str | None = None
 
 
 class CompletionRequest(GenerationOptions):
+    """Body of POST /v1/completions."""
+
     prompt: str | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = Field(
-        None, ge=0, description="default: the most the server allows; 0 with echo: only score the prompt"
+        None, ge=0, description="default: the server's maximum; 0 with echo: only score the prompt"
     )
-    logprobs: int | None = Field(None, ge=0, le=1, description="0 or 1: give the sampled tokens' logprobs")
-    echo: bool | None = Field(None, description="the prompt comes first, its tokens scored like sampled ones")
+    logprobs: int | None = Field(None, ge=0, le=1, description="0 or 1: include the logprobs of the sampled tokens")
+    echo: bool | None = Field(None, description="put the prompt first, with its tokens scored like sampled tokens")
 
 
 class TextPart(Wire):
+    """Part of the content of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Wire):
+    """One message of a conversation."""
+
     role: str
     content: str | list[TextPart]
     name: str | None = None
 
 
 class ChatRequest(GenerationOptions):
+    """Body of POST /v1/chat/completions."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="default: the most the server allows")
-    logprobs: bool | None = Field(None, description="give the sampled tokens' logprobs")
+    max_completion_tokens: int | None = Field(None, ge=1, description="default: the server's maximum")
+    logprobs: bool | None = Field(None, description="include the logprobs of the sampled tokens")
 
 
 class AbortRequest(Wire):
+    """Body of POST /abort."""
+
     rollout_ids: list[Annotated[int, Field(ge=0, lt=1 << 53)]]
 
 
 class InitProcessGroupRequest(Wire):
-    master_address: str = Field(min_length=1, max_length=255, description="where rank 0 listens")
+    """Body of POST /init_process_group."""
+
+    master_address: str = Field(min_length=1, max_length=255, description="address that rank 0 listens on")
     master_port: int = Field(ge=1, le=65535)
-    rank: int = Field(ge=1, lt=1 << 16, description="this server's rank; the sender is 0")
-    world_size: int = Field(ge=2, le=1 << 16, description="the sender and all receivers")
-    timeout_s: float = Field(DEFAULT_TIMEOUT_S, gt=0, le=3600, description="for joining and for every bucket, seconds")
+    rank: int = Field(ge=1, lt=1 << 16, description="rank of this server; the sender has rank 0")
+    world_size: int = Field(ge=2, le=1 << 16, description="number of processes: the sender and all receivers")
+    timeout_s: float = Field(
+        DEFAULT_TIMEOUT_S, gt=0, le=3600, description="timeout for joining and for every bucket, seconds"
+    )
     backend: Literal["gloo", "nccl"] = "gloo"
 
 
 class WeightUpdateRequest(Wire):
-    """Announces tensors, in the order they come in."""
+    """Body of POST /request_weight_update: announces tensors in the order of their transfer."""
 
     version: Version
     names: Annotated[list[str], Field(min_length=1)]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0, lt=1 << 40)]]]
-    bucket_bytes: int = Field(DEFAULT_BUCKET_BYTES, ge=1, le=1 << 40, description="most bytes in one broadcast")
+    bucket_bytes: int = Field(DEFAULT_BUCKET_BYTES, ge=1, le=1 << 40, description="largest broadcast, bytes")
 
 
 # --- responses --------------------------------------------------------------------------------------------------
 
 
 class Usage(BaseModel):
+    """Token counts of a response."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
 class TextLogprobs(BaseModel):
-    """Per token; null where it is not a number, and for the first token of a prompt."""
+    """Log-probabilities of the tokens of a completion; null if not finite, and for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
 
 
 class TokenLogprob(BaseModel):
+    """Log-probability of one token of a chat completion; null if not finite."""
+
     token: str
     logprob: float | None
     bytes: list[int] | None = None
@@ -150,64 +179,84 @@ class TokenLogprob(BaseModel):
 
 
 class ChatLogprobs(BaseModel):
+    """Log-probabilities of the tokens of a chat completion."""
+
     content: list[TokenLogprob]
 
 
 class Choice(BaseModel):
+    """Fields common to the choices of all responses."""
+
     index: int
     finish_reason: Literal["stop", "length", "abort"] | None = None
     rollout_id: int
-    weight_versions: list[int] = Field(description="per token, the weight version that sampled or scored it")
+    weight_versions: list[int] = Field(description="for each token, the weight version that sampled or scored it")
     token_ids: list[int] | None = None
 
 
 class TextChoice(Choice):
+    """One choice of a completion, or its next part in a chunk."""
+
     text: str
     logprobs: TextLogprobs | None = None
 
 
 class AssistantMessage(BaseModel):
+    """Message of the model; a chunk has the role only at the start of a choice."""
+
     role: Literal["assistant"] | None = "assistant"
     content: str
 
 
 class MessageChoice(Choice):
+    """One choice of a chat completion."""
+
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
 
 
 class DeltaChoice(Choice):
+    """Next part of one choice in a chunk of a chat completion."""
+
     delta: AssistantMessage
     logprobs: ChatLogprobs | None = None
 
 
 class Response(BaseModel):
+    """Fields common to all responses and chunks."""
+
     id: str
     created: int = Field(description="seconds since 1970")
     model: str
     usage: Usage | None = None
-    prompt_token_ids: list[int] | list[list[int]] | None = Field(None, description="a list per prompt if several came")
+    prompt_token_ids: list[int] | list[list[int]] | None = Field(
+        None, description="one list for each prompt if the request has several prompts"
+    )
 
 
 class CompletionResponse(Response):
-    """A completion, or a chunk of one: chunks have the same shape."""
+    """A completion, or a chunk of a completion, which has the same fields."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
 
 
 class ChatResponse(Response):
+    """A chat completion."""
+
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[MessageChoice]
 
 
 class ChatChunk(Response):
+    """A chunk of a chat completion."""
+
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[DeltaChoice]
 
 
 class AbortedRollout(BaseModel):
-    """What it generated so far, in the shape of the field `generated`."""
+    """Tokens of an aborted rollout, in the format of the field `generated`."""
 
     rollout_id: int
     token_ids: list[int]
@@ -216,43 +265,57 @@ class AbortedRollout(BaseModel):
 
 
 class AbortResponse(BaseModel):
+    """The rollouts that were in flight and are now aborted."""
+
     aborted: list[AbortedRollout]
 
 
 class Status(BaseModel):
+    """State of a server; `in_flight` counts sequences."""
+
     status: Literal["ok", "paused"]
     weight_version: int
     in_flight: int
 
 
 class InitProcessGroupResponse(BaseModel):
+    """The process group that the server has joined."""
+
     rank: int
     world_size: int
 
 
 class WeightUpdateResponse(BaseModel):
+    """Result of a weight update."""
+
     version: int
-    pause_s: float = Field(description="how long decoding stood still, seconds")
-    seconds: float = Field(description="from the announcement until the weights were in use")
+    pause_s: float = Field(description="pause of decoding, seconds")
+    seconds: float = Field(description="time from the announcement until the weights were in use, seconds")
     bytes: int
 
 
 class Model(BaseModel):
+    """The model of a server and its limits."""
+
     id: str
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "midflight"
     vocab_size: int = Field(description="token ids are below this")
-    max_length: int = Field(description="most tokens of a prompt and its response together")
-    max_choices: int = Field(description="most choices of one request: its prompts times n")
+    max_length: int = Field(description="largest number of tokens of a prompt and its response together")
+    max_choices: int = Field(description="largest number of choices of one request: number of prompts times n")
 
 
 class ModelList(BaseModel):
+    """Answer to GET /v1/models."""
+
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class ErrorDetail(BaseModel):
+    """An error; `param` is the wrong field."""
+
     message: str
     type: str
     param: str | None = None
@@ -260,6 +323,8 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
+    """Body of every error response."""
+
     error: ErrorDetail
 
 
@@ -269,14 +334,14 @@ class ErrorResponse(BaseModel):
 def tokens_of(
     token_ids: Sequence[int], logprobs: Sequence[float | None], weight_versions: Sequence[int]
 ) -> GeneratedTokens:
-    """Tokens from their lists on the wire. A log-probability of null becomes NaN."""
+    """Convert lists from JSON to tokens; a log-probability of null becomes NaN."""
     return GeneratedTokens(
         np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(weight_versions, np.int32)
     )
 
 
 def lists_of(generated: GeneratedTokens) -> dict[str, list[Any]]:
-    """The lists of `tokens_of`. A float32 survives the way through decimal digits exactly."""
+    """Convert tokens to lists for JSON, the inverse of `tokens_of`; JSON keeps every finite float32 exactly."""
     return {
         "token_ids": generated.token_ids.tolist(),
         "logprobs": generated.logprobs.tolist(),

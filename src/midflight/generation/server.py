@@ -1,4 +1,4 @@
-"""The HTTP contract server: one Generator, one tokenizer, one event loop."""
+"""The HTTP server application: one Generator, one tokenizer, one event loop."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     device: str = "cpu",
 ) -> FastAPI:
-    """The application over a running driver, which it closes when it ends.
+    """Create the application over a running driver; the application closes the driver at shutdown.
 
-    Weight routes, abort, pause and resume need `admin_token` if there is one. `device`: where new weights arrive.
+    `admin_token`: required by the weight routes, abort, pause and resume; None: no token is required. `device`: device
+    that receives new weights.
     """
 
     @asynccontextmanager
@@ -50,7 +51,7 @@ def create_app(
 
 
 def _document_400_for_422(app: FastAPI) -> None:
-    """FastAPI documents 422 for bodies that do not fit; they are answered with OpenAI's 400."""
+    """Remove 422 from the OpenAPI schema: FastAPI documents it for invalid bodies, but this server answers 400."""
     schema: dict[str, Any] = app.openapi()
     for operations in schema["paths"].values():
         for operation in operations.values():

@@ -1,4 +1,4 @@
-"""Tokens to text while they come: whole characters only, and an end before a stop string."""
+"""Incremental detokenization: only whole characters, and nothing from a stop string on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text of a growing sequence of tokens. The pieces add up to the text of all tokens.
+    """Converts a growing sequence of tokens to pieces of text that add up to the text of all tokens.
 
-    A token's text can depend on the one before it, and a character can take several tokens. So the tokens since the
-    last whole character are decoded after those of the piece before, and what that adds is new.
+    The text of a token can depend on the token before, and a character can take several tokens. Therefore the tokens
+    since the last whole character are decoded together with the tokens of the piece before; the additional text is new.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._token_ids: list[int] = []  # of the piece before, then the new ones
+        self._token_ids: list[int] = []  # the tokens of the piece before, then the new tokens
         self._num_before = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens complete; an unfinished character at the end is kept back."""
+        """Add tokens and return the new text; an incomplete character at the end is held back."""
         self._token_ids += token_ids
         new = self._new_text()
         if new.endswith(_INCOMPLETE):
@@ -32,7 +32,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What was kept back."""
+        """Return the text held back at the end of the sequence."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -41,28 +41,29 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, and keeps back what could be the beginning of one."""
+    """Passes text on up to the first stop string; holds back text that could be the beginning of a stop string."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that is certain, and whether a stop string came after it."""
+        """Add text; return the text that can be passed on, and True if a stop string follows it."""
         text = self._held + text
-        found = [at for string in self._strings if (at := text.find(string)) >= 0]
-        if found:
+        starts = [at for string in self._strings if (at := text.find(string)) >= 0]
+        if starts:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(starts)], True
         num_held = max((_overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
+        """Return the text held back at the end of the sequence."""
         return self._held
 
 
 def _overlap(text: str, string: str) -> int:
-    """The length of the longest end of the text that the string begins with."""
+    """Length of the longest suffix of the text that is a proper prefix of the string."""
     longest = min(len(text), len(string) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(string[:size])), 0)

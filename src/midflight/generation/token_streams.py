@@ -1,6 +1,6 @@
-"""The token streams of one server: one event stream per request, read in a thread with an event loop of its own.
+"""The token streams of one server: one event stream per request, read in a thread with its own event loop.
 
-Tokens arrive in chunks while a sequence is generated, so that those of a lost server are not lost.
+Tokens arrive in chunks during generation, so that a lost server loses only the tokens of unfinished chunks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _ABORTED = (None, FinishReason.ABORT)
 
 @dataclass(slots=True)
 class _Running:
+    """One request in flight and the tokens that have arrived."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    num_repeated: int = 0  # tokens the request came with, which the server is going to say again
+    num_repeated: int = 0  # tokens that came with the request and that the server has yet to repeat
     finish_reason: FinishReason | None = None
     failure: MidflightError | None = None
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> _Running:
+    def from_request(cls, request: GenerationRequest) -> _Running:
         known = request.generated
         if known is None:
             return cls()
@@ -55,7 +57,7 @@ class _Running:
             np.array(self.weight_versions[start:], np.int32),
         )
 
-    def take_in(self, choice: dict[str, Any]) -> None:
+    def add_choice(self, choice: dict[str, Any]) -> None:
         known = min(self.num_repeated, len(choice["token_ids"]))
         self.num_repeated -= known
         self.token_ids += choice["token_ids"][known:]
@@ -67,9 +69,9 @@ class _Running:
 
 
 class TokenStreams:
-    """Requests in flight at one server, and what has arrived of each. May be used by any number of threads.
+    """Requests in flight at one server and the tokens that have arrived. Thread-safe.
 
-    `client_options` are those of an httpx client; `ended` is set when a request has ended.
+    `client_options`: options of an httpx client. `ended`: event to set when a request has ended.
     """
 
     def __init__(self, client_options: Mapping[str, Any], timeout_s: float, ended: threading.Event | None) -> None:
@@ -87,25 +89,26 @@ class TokenStreams:
         return len(self._running)
 
     def open(self, requests: Sequence[GenerationRequest], body_of: Callable[[GenerationRequest], object]) -> None:
-        """Send these requests; returns when the server has accepted them all.
+        """Send these requests; return when the server has accepted all of them.
 
-        Raises: RequestError if it refuses one; then none of them is added.
+        Raises: RequestError if the server refuses one; then none is added.
         """
         bodies = [body_of(request) for request in requests]
         asyncio.run_coroutine_threadsafe(self._open_all(requests, bodies), self._loop).result()
 
     def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
+        """Return the tokens of a request that have arrived, from response position `start` on."""
         with self._changed:
             return self._running[rollout_id].generated(start)
 
     def take_ended(self, timeout_s: float) -> list[Completion]:
-        """The completions that came since, waiting for the first.
+        """Remove requests that have ended and return their completions; wait up to `timeout_s` seconds for the first.
 
-        Raises: GenerationError, GenerationLostError if a request was lost, until it is taken.
+        Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted.
         """
         with self._changed:
             if self._running and timeout_s:
-                self._changed.wait_for(lambda: any(each.has_ended for each in self._running.values()), timeout_s)
+                self._changed.wait_for(lambda: any(run.has_ended for run in self._running.values()), timeout_s)
             ended = [rollout_id for rollout_id, running in self._running.items() if running.finish_reason]
             lost = next((running.failure for running in self._running.values() if running.failure), None)
             if lost and not ended:
@@ -113,29 +116,29 @@ class TokenStreams:
             return [self._take(rollout_id) for rollout_id in ended]
 
     def still_open(self, rollout_ids: Sequence[RolloutId]) -> list[RolloutId]:
-        """Those of them that have not ended."""
+        """Return the ids of requests that have not ended."""
         with self._changed:
-            return [each for each in rollout_ids if each in self._running and not self._running[each].has_ended]
+            return [key for key in rollout_ids if key in self._running and not self._running[key].has_ended]
 
     def take_aborted(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
-        """Wait for the end of these, and take all but those that came to their own end.
+        """Wait for the end of these requests; remove and return all except the ones that finished normally.
 
-        Raises: GenerationLostError if one does not end in time.
+        Raises: GenerationLostError if a request does not end in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self.still_open(rollout_ids), self._timeout_s):
                 raise GenerationLostError(f"aborted rollouts did not end within {self._timeout_s:g} s")
-            wanted = [each for each in rollout_ids if each in self._running]
-            return [self._take(each) for each in wanted if self._running[each].finish_reason in _ABORTED]
+            in_flight = [key for key in rollout_ids if key in self._running]
+            return [self._take(key) for key in in_flight if self._running[key].finish_reason in _ABORTED]
 
     def lose(self, rollout_ids: Sequence[RolloutId] | None, failure: MidflightError) -> None:
-        """Let these, or all, end with this failure, unless they have ended."""
+        """Fail these requests, or all, with this error; requests that have ended are left alone."""
         with self._changed:
             ids = list(self._running) if rollout_ids is None else rollout_ids
-            self._fail([self._running[each] for each in ids if each in self._running], failure)
+            self._fail([self._running[key] for key in ids if key in self._running], failure)
 
     def close(self, failure: MidflightError) -> bool:
-        """Hang up, and let all that is in flight end with this failure. Return False if it was closed before."""
+        """Disconnect and fail all requests in flight with this error. Return False if closed before."""
         if self._loop.is_closed():
             return False
         asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result()
@@ -154,22 +157,22 @@ class TokenStreams:
             for running in lost:
                 if not running.has_ended:
                     running.failure = failure
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.notify_all()
         if self._ended is not None:
             self._ended.set()
 
     async def _open_all(self, requests: Sequence[GenerationRequest], bodies: Sequence[object]) -> None:
-        opened = await asyncio.gather(*map(self._open, bodies), return_exceptions=True)
-        refused = [each for each in opened if isinstance(each, BaseException)]
-        accepted = [each for each in opened if isinstance(each, httpx.Response)]
+        results = await asyncio.gather(*map(self._open, bodies), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, BaseException)]
+        accepted = [result for result in results if isinstance(result, httpx.Response)]
         if refused:
             await asyncio.gather(*(response.aclose() for response in accepted))
             raise refused[0]
         for request, response in zip(requests, accepted, strict=True):
-            running = _Running.of(request)
+            running = _Running.from_request(request)
             with self._changed:
                 self._running[request.rollout_id] = running
             task = self._loop.create_task(self._read(running, response))
@@ -177,7 +180,7 @@ class TokenStreams:
             task.add_done_callback(self._tasks.discard)
 
     async def _open(self, body: object) -> httpx.Response:
-        """The response as soon as its headers are there: the server has then accepted the request."""
+        """Return the response as soon as its headers have arrived: the server has then accepted the request."""
         http_request = self._client.build_request("POST", "/v1/completions", json=body)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -194,23 +197,23 @@ class TokenStreams:
         try:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    self._take_in(running, json.loads(line.removeprefix("data: ")))
+                    self._handle_event(running, json.loads(line.removeprefix("data: ")))
         except GenerationError as error:
             failure = error
         except (httpx.HTTPError, ValueError, KeyError) as error:
             failure = GenerationLostError(f"{response.url}: {reason_of(error)}")
         finally:
-            self._fail([running], failure)  # says nothing to one that has ended
+            self._fail([running], failure)  # no effect on a request that has ended
             await response.aclose()
 
-    def _take_in(self, running: _Running, event: dict[str, Any]) -> None:
+    def _handle_event(self, running: _Running, event: dict[str, Any]) -> None:
         if "error" in event:
             raise GenerationError(event["error"]["message"])
         for choice in event["choices"]:
             with self._changed:
-                running.take_in(choice)
+                running.add_choice(choice)
                 if running.has_ended:
-                    self._tell()
+                    self._notify()
 
     async def _hang_up(self) -> None:
         for task in self._tasks:
@@ -220,7 +223,10 @@ class TokenStreams:
 
 
 def refusal_of(response: httpx.Response) -> MidflightError:
-    """The server's error as our own. Raises: ValueError if it is not in the OpenAI shape."""
+    """Convert an error response into one of our exceptions.
+
+    Raises: ValueError if the response is not in the OpenAI format.
+    """
     try:
         error = response.json()["error"]
         message, kind, code = error["message"], error["type"], error["code"]
@@ -234,5 +240,5 @@ def refusal_of(response: httpx.Response) -> MidflightError:
 
 
 def reason_of(error: Exception) -> str:
-    """Not every exception has a text."""
+    """Text of an exception, or the name of its type if it has no text."""
     return str(error) or type(error).__name__

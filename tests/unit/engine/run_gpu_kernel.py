@@ -1,6 +1,6 @@
-"""Compares the Triton kernel with the reference; run in a process of its own, with TRITON_INTERPRET=1 or on a GPU.
+"""Script that compares the Triton kernel with the reference; needs TRITON_INTERPRET=1 or a GPU, and its own process.
 
-Needs `tests` and `src` on PYTHONPATH.
+It needs `tests` and `src` on PYTHONPATH.
 """
 
 from __future__ import annotations

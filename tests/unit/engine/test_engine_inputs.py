@@ -1,4 +1,4 @@
-"""Requests and updates that do not fit: an error that names the number, and the engine goes on."""
+"""Invalid requests, updates and limits: the error names the wrong value, and the engine keeps working."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scored(prompt: list[int], sampling: SamplingParams = NO_TOKENS) -> Generatio
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("invalid", "message"),
     [
         (request([]), "0 tokens, not 1 to 32"),
         (request([2] * 33), "33 tokens, not 1 to 32"),
@@ -49,19 +49,19 @@ def scored(prompt: list[int], sampling: SamplingParams = NO_TOKENS) -> Generatio
         (request([2], SamplingParams(4, top_p=0.0)), "top_p is 0.0"),
         (request([2], SamplingParams(4, min_p=1.5)), "min_p is 1.5"),
         (request([2], SamplingParams(4, stop_token_ids=(44,))), r"stop token ids \[44\] are outside 0 to 43"),
-        (request([2, 3]), "request 0 is there twice"),
+        (request([2, 3]), "request 0 is in the list twice"),
         (request([2], SamplingParams(4, stop_token_ids=tuple(range(9)))), "9 stop tokens"),
         (request([2], num_generated=4), "already has 4 of 4"),
     ],
 )
-def test_a_request_that_does_not_fit_is_refused_whole(bad: GenerationRequest, message: str) -> None:
+def test_invalid_request_refuses_the_whole_list(invalid: GenerationRequest, message: str) -> None:
     engine = tiny_engine(tiny_model())
     with pytest.raises(RequestError, match=message):
-        engine.add([request([2, 3]), bad])
+        engine.add([request([2, 3]), invalid])
     assert engine.num_in_flight == 0
 
 
-def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
+def test_invalid_update_keeps_the_old_weights() -> None:
     old, new = tiny_model(seed=0), weights_of(tiny_model(seed=1))
     name = "model.layers.1.mlp.down_proj.weight"
     broken = [
@@ -71,8 +71,8 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
         {**new, name: new[name].double()},
     ]
     undisturbed, engine = tiny_engine(old), tiny_engine(old)
-    for each in (undisturbed, engine):
-        each.add([request([2, 3, 4], SamplingParams(24))])
+    for generator in (undisturbed, engine):
+        generator.add([request([2, 3, 4], SamplingParams(24))])
     for weights in broken:
         with pytest.raises(WeightUpdateError, match=r"down_proj|model\.extra"):
             engine.update_weights(1, weights)
@@ -83,14 +83,14 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
     assert kept.generated.logprobs.tolist() == expected.generated.logprobs.tolist()
 
 
-def test_a_model_without_keys_and_values_in_every_layer_is_refused() -> None:
+def test_model_without_attention_in_every_layer_is_refused() -> None:
     model = tiny_model("gpt2")
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="gpt2 with linear_attention"):
         tiny_engine(model)
 
 
-def test_a_model_whose_heads_are_not_what_its_configuration_says_is_refused() -> None:
+def test_heads_that_contradict_the_config_are_refused() -> None:
     model = tiny_model("gpt2")
     model.config.num_key_value_heads = 2
     engine = tiny_engine(model)
@@ -99,7 +99,7 @@ def test_a_model_whose_heads_are_not_what_its_configuration_says_is_refused() ->
         engine.step()
 
 
-def test_limits_beyond_the_context_or_the_cache_are_refused() -> None:
+def test_limits_beyond_context_or_cache_are_refused() -> None:
     with pytest.raises(ModelError, match="32 prompt and 481 new tokens are more than the model's context of 512"):
         tiny_engine(tiny_model(), max_new_tokens=481)
     with pytest.raises(ModelError, match=r"a KV cache of 8192 bytes has 2 pages of 4096 bytes; .* 56 tokens needs 5"):
@@ -107,7 +107,7 @@ def test_limits_beyond_the_context_or_the_cache_are_refused() -> None:
 
 
 def test_sampling_follows_the_distribution() -> None:
-    """Inverse-CDF sampling with many uniforms reproduces the softmax; a token of probability zero is never drawn."""
+    """Many samples reproduce the softmax, and a token of probability zero is never drawn."""
     from midflight.engine.randomness import stream_key, uniforms_at
     from midflight.engine.sampler import sample
 

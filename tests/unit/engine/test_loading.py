@@ -1,4 +1,4 @@
-"""Models that the engine cannot run are refused from their configuration alone, and no others."""
+"""check_engine_runs: refuses models that the engine cannot run, from their configuration alone, and no other models."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_latent_attention_is_refused(family: str) -> None:
         ("gemma4_text", {}, "head_dim"),
     ],
 )
-def test_attention_of_another_kind_is_refused(family: str, options: dict[str, Any], message: str) -> None:
+def test_unsupported_attention_is_refused(family: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         check_engine_runs(config(family, **options))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "gemma3"])
-def test_models_of_the_tests_pass(family: str) -> None:
+def test_models_of_the_test_suite_are_accepted(family: str) -> None:
     check_engine_runs(tiny_model(family).config)
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "olmo2", "qwen3_moe", "starcoder2"])
-def test_other_decoders_pass(family: str) -> None:
+def test_other_decoders_are_accepted(family: str) -> None:
     check_engine_runs(config(family, num_key_value_heads=2, sliding_window=8, head_dim=8))

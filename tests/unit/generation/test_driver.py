@@ -1,4 +1,4 @@
-"""The thread that owns a generator: it sleeps, steps, updates and fails as it should."""
+"""GeneratorDriver: steps only while requests are in flight, updates weights, and reports failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from midflight.types import Completion, FinishReason, GenerationRequest, Rollout
 
 
 class WatchedGenerator(ScriptedGenerator):
-    """Records which thread calls it, and takes two more steps to swap weights in."""
+    """Generator that records the threads that call it and needs two steps to swap weights in."""
 
     def __init__(self, length: int = 4) -> None:
         super().__init__(lambda rollout_id: length)
@@ -68,16 +68,14 @@ def request(rollout_id: int, prompt: tuple[int, ...] = (1,)) -> GenerationReques
 
 
 def unheard(progress: Progress | GenerationError) -> None:
-    pytest.fail(f"nobody should hear of {progress}")
+    pytest.fail(f"unexpected progress: {progress}")
 
 
-def test_everything_happens_in_one_thread_and_only_while_in_flight(
-    driver: GeneratorDriver, generator: WatchedGenerator
-) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
-    driver.add([request(0), request(1)], heard.put).result()
+def test_driver_steps_only_while_requests_are_in_flight(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
+    received: queue.Queue[Any] = queue.Queue()
+    driver.add([request(0), request(1)], received.put).result()
     for _ in range(2):
-        progress = heard.get()
+        progress = received.get()
         assert progress.finish_reason is FinishReason.LENGTH
         assert len(progress.generated) == 4
     driver.abort([]).result()
@@ -87,38 +85,38 @@ def test_everything_happens_in_one_thread_and_only_while_in_flight(
     assert driver.counters.generated_tokens == 8
 
 
-def test_chunks(driver: GeneratorDriver) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
-    driver.add([request(0)], heard.put, chunk_tokens=3).result()
-    assert [len(heard.get().generated) for _ in range(2)] == [3, 1]
+def test_listener_receives_tokens_in_chunks(driver: GeneratorDriver) -> None:
+    received: queue.Queue[Any] = queue.Queue()
+    driver.add([request(0)], received.put, chunk_tokens=3).result()
+    assert [len(received.get().generated) for _ in range(2)] == [3, 1]
 
 
-def test_a_request_that_does_not_fit_is_its_own_problem(driver: GeneratorDriver) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
+def test_refused_request_leaves_others_in_flight(driver: GeneratorDriver) -> None:
+    received: queue.Queue[Any] = queue.Queue()
     driver.pause().result()
-    driver.add([request(0)], heard.put).result()
+    driver.add([request(0)], received.put).result()
     with pytest.raises(RequestError, match="no prompt"):
         driver.add([request(1, prompt=())], unheard).result()
     driver.resume().result()
-    assert heard.get().finish_reason is FinishReason.LENGTH
+    assert received.get().finish_reason is FinishReason.LENGTH
 
 
-def test_paused_means_no_step(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
+def test_paused_driver_does_not_step(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
+    received: queue.Queue[Any] = queue.Queue()
     driver.pause().result()
-    driver.add([request(0)], heard.put).result()
+    driver.add([request(0)], received.put).result()
     driver.abort([]).result()
     assert generator.num_steps == 0
     (completion,) = driver.abort().result()
-    assert completion.finish_reason is heard.get().finish_reason is FinishReason.ABORT
+    assert completion.finish_reason is received.get().finish_reason is FinishReason.ABORT
     assert driver.counters.aborted == 1
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_update_is_done_when_it_is_no_longer_pending(
+def test_update_resolves_when_no_longer_pending(
     driver: GeneratorDriver, generator: WatchedGenerator, paused: bool
 ) -> None:
-    """With nothing in flight and even while paused: the steps that it takes are made."""
+    """The driver takes the steps that an update needs, even if it is idle or paused."""
     if paused:
         driver.pause().result()
     pause_s = driver.update_weights(5, {}).result()
@@ -132,20 +130,20 @@ def test_an_update_is_done_when_it_is_no_longer_pending(
     assert driver.counters.updates == 1
 
 
-def test_a_step_that_fails_ends_everything(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
+def test_failed_step_fails_requests_and_later_commands(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
     def fail() -> None:
         raise MemoryError("no memory")
 
     generator.before_step = fail
-    heard: queue.Queue[Any] = queue.Queue()
-    driver.add([request(0)], heard.put).result()
-    assert "MemoryError: no memory" in str(heard.get())
+    received: queue.Queue[Any] = queue.Queue()
+    driver.add([request(0)], received.put).result()
+    assert "MemoryError: no memory" in str(received.get())
     for later in (driver.add([request(1)], unheard), driver.pause(), driver.update_weights(1, {})):
         with pytest.raises(GenerationError, match="no memory"):
             later.result()
 
 
-def test_an_update_that_a_failing_step_interrupts_fails(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
+def test_failed_step_fails_the_pending_update(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
     def fail() -> None:
         raise MemoryError("no memory")
 
@@ -154,7 +152,7 @@ def test_an_update_that_a_failing_step_interrupts_fails(driver: GeneratorDriver,
         driver.update_weights(1, {}).result()
 
 
-def test_a_command_canceled_in_time_is_not_carried_out(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
+def test_canceled_command_is_not_executed(driver: GeneratorDriver, generator: WatchedGenerator) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -162,23 +160,23 @@ def test_a_command_canceled_in_time_is_not_carried_out(driver: GeneratorDriver, 
         go_on.wait()
 
     generator.before_step = hold
-    heard: queue.Queue[Any] = queue.Queue()
-    driver.add([request(0)], heard.put).result()
+    received: queue.Queue[Any] = queue.Queue()
+    driver.add([request(0)], received.put).result()
     entered.wait()
     canceled = driver.add([request(1)], unheard)
     assert canceled.cancel()
     go_on.set()
-    assert heard.get().rollout_id == 0
+    assert received.get().rollout_id == 0
     driver.abort([]).result()
     assert driver.num_in_flight == 0
 
 
-def test_closing_tells_whoever_waits(generator: WatchedGenerator) -> None:
+def test_close_fails_requests_and_later_commands(generator: WatchedGenerator) -> None:
     driver = GeneratorDriver(generator)
     driver.pause().result()
-    heard: queue.Queue[Any] = queue.Queue()
-    driver.add([request(0)], heard.put).result()
+    received: queue.Queue[Any] = queue.Queue()
+    driver.add([request(0)], received.put).result()
     driver.close()
-    assert "shut down" in str(heard.get())
+    assert "shut down" in str(received.get())
     with pytest.raises(GenerationError, match="shut down"):
         driver.add([request(1)], unheard).result()

@@ -1,4 +1,4 @@
-"""A pool of engines that join, leave, are lost, stopped and updated at any moment."""
+"""EnginePool: engines join, leave, are lost, stopped and updated at any time."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def token(rollout_id: int, position: int) -> int:
 
 
 @dataclass
-class World:
-    """What all engines have in common: how often each token came to the client's side."""
+class Arrivals:
+    """Counts, shared by all engines, of how often each token has arrived at the client."""
 
-    arrived: Counter[tuple[int, int]] = field(default_factory=Counter)
+    counts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 class FakeEngine:
-    """A server as its client sees it: tokens arrive `chunk_tokens` at a time, and others are lost with it."""
+    """Client of a simulated server: tokens arrive in chunks of `chunk_tokens`; the rest are lost with the server."""
 
     num_engines = 1
     update_pending = False
 
-    def __init__(self, world: World, chunk_tokens: int = 1) -> None:
-        self.world, self.chunk_tokens = world, chunk_tokens
+    def __init__(self, arrivals: Arrivals, chunk_tokens: int = 1) -> None:
+        self.arrivals, self.chunk_tokens = arrivals, chunk_tokens
         self.weight_version: int | None = None
         self.is_lost = self.is_stopped = self.hung_up = False
         self.refuses: str | None = None
-        self.running: dict[RolloutId, tuple[GenerationRequest, list[int], int]] = {}  # versions, tokens it came with
+        self.running: dict[RolloutId, tuple[GenerationRequest, list[int], int]] = {}  # request, versions, num resumed
 
     @property
     def num_in_flight(self) -> int:
@@ -64,9 +64,9 @@ class FakeEngine:
         if self.refuses:
             raise RequestError(self.refuses)
         for request in requests:
-            assert self.weight_version is not None, "a request came before the first weights"
+            assert self.weight_version is not None, "a request was added before the first weights"
             versions = request.generated.weight_versions.tolist() if request.generated else []
-            assert newest_version_of(request) <= self.weight_version, "a token would follow one of newer weights"
+            assert newest_version_of(request) <= self.weight_version, "a token of the request is newer"
             self.running[request.rollout_id] = request, versions, len(versions)
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
@@ -88,7 +88,7 @@ class FakeEngine:
         return ended
 
     def abort(self, rollout_ids: list[RolloutId]) -> list[Completion]:
-        return [self._take(each, FinishReason.ABORT) for each in rollout_ids if each in self.running]
+        return [self._take(key, FinishReason.ABORT) for key in rollout_ids if key in self.running]
 
     def update_weights(self, version: int, weights: object) -> None:
         if self.is_lost:
@@ -101,7 +101,7 @@ class FakeEngine:
     def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
         generated = self.generated(rollout_id) if self.is_lost else tokens_of(rollout_id, self.running[rollout_id][1])
         _, _, known = self.running.pop(rollout_id)
-        self.world.arrived.update((rollout_id, position) for position in range(known, len(generated)))
+        self.arrivals.counts.update((rollout_id, position) for position in range(known, len(generated)))
         return Completion(rollout_id, generated, reason)
 
 
@@ -118,30 +118,30 @@ def request(rollout_id: int, num_tokens: int = 8) -> GenerationRequest:
 
 
 class Controls:
-    """A pool whose clock and whose calls in the background the test moves on."""
+    """A pool with a clock and background calls that the test controls."""
 
     def __init__(self, **options: object) -> None:
-        self.world, self.now_s, self.said = World(), 0.0, list[str]()
+        self.arrivals, self.now_s, self.logged = Arrivals(), 0.0, list[str]()
         self.deferred: list[tuple[Callable[[], None], Future[None]]] | None = None
-        hooks = PoolHooks(log=self._say, left=self._say)
+        hooks = PoolHooks(log=self._log, left=self._log)
         self.pool = EnginePool(0, {}, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
         self.engines: dict[str, FakeEngine] = {}
 
     def join(self, chunk_tokens: int = 1) -> FakeEngine:
-        name, engine = f"e{len(self.engines)}", FakeEngine(self.world, chunk_tokens)
+        name, engine = f"e{len(self.engines)}", FakeEngine(self.arrivals, chunk_tokens)
         self.engines[name] = engine
         self.pool.join(name, engine, engine.hang_up)  # type: ignore[arg-type]
         return engine
 
-    def _say(self, name: str, text: str) -> None:
-        self.said.append(f"{name} {text}")
+    def _log(self, name: str, text: str) -> None:
+        self.logged.append(f"{name} {text}")
 
     def defer(self) -> None:
-        """Let calls wait from now on."""
+        """Hold back background calls from now on, until `finish`."""
         self.deferred = []
 
     def finish_recalls(self) -> None:
-        """Finish the calls that take requests back from members that were set aside."""
+        """Run the deferred calls that take requests back from members that were set aside."""
         assert self.deferred is not None
         for index in reversed(range(len(self.deferred))):
             if isinstance(self.deferred[index][0], functools.partial):
@@ -191,7 +191,7 @@ def test_requests_are_spread_and_siblings_stay_together() -> None:
     assert len(controls.drain()) == 16
 
 
-def test_a_lost_engine_keeps_what_had_arrived_and_others_go_on_from_there() -> None:
+def test_requests_of_a_lost_engine_resume_from_arrived_tokens() -> None:
     controls = Controls()
     first, second = controls.join(chunk_tokens=3), controls.join()
     controls.pool.add([request(rollout_id) for rollout_id in range(8)])
@@ -201,24 +201,24 @@ def test_a_lost_engine_keeps_what_had_arrived_and_others_go_on_from_there() -> N
     controls.pool.step()
     assert controls.pool.names == {"e1"}
     assert first.hung_up
-    assert "e0 left: the stream broke off; 4 rollouts go on elsewhere" in controls.said
-    assert {len(controls.pool.generated(RolloutId(each))) for each in range(4)} == {3}
-    assert {len(controls.pool.generated(RolloutId(each))) for each in range(4, 8)} == {5}
-    assert list(second.running)[-4:] == [0, 1, 2, 3], "not in the order of their ids"
+    assert "e0 left: the stream broke off; 4 rollouts go on elsewhere" in controls.logged
+    assert {len(controls.pool.generated(RolloutId(number))) for number in range(4)} == {3}
+    assert {len(controls.pool.generated(RolloutId(number))) for number in range(4, 8)} == {5}
+    assert list(second.running)[-4:] == [0, 1, 2, 3], "requests must be placed in the order of their ids"
     done = controls.drain()
     assert len(done) == 8
     for completion in done.values():
         check(completion)
-    assert set(controls.world.arrived.values()) == {1}
+    assert set(controls.arrivals.counts.values()) == {1}
 
 
-def test_what_had_ended_when_its_engine_was_lost_is_a_completion() -> None:
+def test_request_finished_before_its_engine_was_lost_completes() -> None:
     controls = Controls()
     engine = controls.join()
     controls.pool.add([request(0, num_tokens=2), request(1)])
     controls.pool.step()
     abort = engine.abort
-    engine.abort = lambda rollout_ids: abort([each for each in rollout_ids if each != 0])  # type: ignore[method-assign]
+    engine.abort = lambda rollout_ids: abort([key for key in rollout_ids if key != 0])  # type: ignore[method-assign]
     controls.defer()
     controls.pool.update_weights(1, {})
     controls.now_s = 1000
@@ -227,7 +227,7 @@ def test_what_had_ended_when_its_engine_was_lost_is_a_completion() -> None:
     assert controls.pool.num_in_flight == 1
 
 
-def test_requests_wait_for_the_first_engine_and_a_run_without_one_ends() -> None:
+def test_requests_wait_for_an_engine_until_the_join_timeout() -> None:
     controls = Controls(join_timeout_s=100.0)
     pool = controls.pool
     pool.add([request(0)])
@@ -246,7 +246,7 @@ def test_requests_wait_for_the_first_engine_and_a_run_without_one_ends() -> None
         pool.step()
 
 
-def test_who_joins_gets_the_newest_weights_before_any_request() -> None:
+def test_new_member_gets_newest_weights_before_requests() -> None:
     controls = Controls()
     controls.pool.update_weights(5, {})
     assert controls.pool.weight_version == 5
@@ -258,14 +258,14 @@ def test_who_joins_gets_the_newest_weights_before_any_request() -> None:
     controls.pool.update_weights(6, {})
     controls.finish()
     controls.pool.step()
-    assert (engine.weight_version, list(engine.running)) == (5, []), "it joined with weights older than the newest"
+    assert (engine.weight_version, list(engine.running)) == (5, []), "the member sampled with old weights"
     controls.finish()
     controls.pool.step()
     assert (engine.weight_version, list(engine.running)) == (6, [0])
-    assert controls.said[-1] == "e0 joined with weights of version 6"
+    assert controls.logged[-1] == "e0 joined with weights of version 6"
 
 
-def test_a_member_that_joins_slowly_holds_nobody_up() -> None:
+def test_slow_joining_member_does_not_delay_updates() -> None:
     controls = Controls()
     first = controls.join()
     pool = controls.pool
@@ -280,17 +280,17 @@ def test_a_member_that_joins_slowly_holds_nobody_up() -> None:
     controls.finish()
     pool.step()
     assert (slow.weight_version, pool.num_engines, pool.weight_version) == (0, 1, 3)
-    assert controls.said[-1] == (
+    assert controls.logged[-1] == (
         "e1 gets no requests until it has caught up: it has version 0, and others sample with 3"
     )
     controls.finish()
     pool.step()
     assert (slow.weight_version, pool.num_engines, pool.weight_version) == (3, 2, 3)
-    assert controls.said[-1] == "e1 joined with weights of version 3"
+    assert controls.logged[-1] == "e1 joined with weights of version 3"
 
 
-def test_weights_of_a_slow_member_are_not_those_that_were_received_meanwhile() -> None:
-    """Whoever receives weights uses the same memory for the next ones."""
+def test_slow_member_receives_a_copy_of_its_weights() -> None:
+    """The caller reuses its tensors for the next version, so a deferred transfer must send a copy."""
     controls, sent = Controls(), list[int]()
     buffer = {"weight": torch.ones(1)}
     controls.defer()
@@ -304,7 +304,7 @@ def test_weights_of_a_slow_member_are_not_those_that_were_received_meanwhile() -
     assert sent == [0, 1]
 
 
-def test_a_member_that_is_slow_over_its_update_is_set_aside_until_it_has_caught_up() -> None:
+def test_slow_update_sets_a_member_aside_until_caught_up() -> None:
     controls = Controls(update_timeout_s=100.0)
     slow, other = controls.join(), controls.join()
     pool = controls.pool
@@ -318,7 +318,7 @@ def test_a_member_that_is_slow_over_its_update_is_set_aside_until_it_has_caught_
     controls.now_s = PATIENCE_S * 1.5
     pool.step()
     assert (pool.update_pending, pool.weight_version, pool.num_engines) == (False, 1, 1)
-    assert list(slow.running) == [0], "its requests came back before it was asked for them"
+    assert list(slow.running) == [0], "the recall is deferred, so the requests must still be there"
     controls.finish_recalls()
     pool.step()
     assert sorted(other.running) == [0, 4]
@@ -332,7 +332,7 @@ def test_a_member_that_is_slow_over_its_update_is_set_aside_until_it_has_caught_
     controls.finish()
     pool.step()
     assert (pool.num_engines, slow.weight_version) == (2, 2)
-    assert controls.said[2:] == [
+    assert controls.logged[2:] == [
         "e0 gets no requests until it has caught up: it has version 0, and others sample with 1"
     ]
     done = controls.drain()
@@ -341,7 +341,7 @@ def test_a_member_that_is_slow_over_its_update_is_set_aside_until_it_has_caught_
     assert np.unique(done[0].generated.weight_versions).tolist() == [0, 2]
 
 
-def test_a_member_that_is_set_aside_and_lost_hands_over_what_it_has() -> None:
+def test_lost_member_set_aside_returns_its_requests() -> None:
     controls = Controls(update_timeout_s=100.0)
     slow, other = controls.join(), controls.join()
     pool = controls.pool
@@ -355,15 +355,15 @@ def test_a_member_that_is_set_aside_and_lost_hands_over_what_it_has() -> None:
     pool.step()
     slow.is_lost = True
     pool.lose("e0", "it hangs")
-    assert "e0 left: it hangs; 1 rollouts go on elsewhere" in controls.said
+    assert "e0 left: it hangs; 1 rollouts go on elsewhere" in controls.logged
     pool.step()
     assert sorted(other.running) == [0, 4]
     for completion in controls.drain().values():
         check(completion)
 
 
-def test_members_at_different_versions() -> None:
-    """The oldest is what the pool has, and a sequence never goes back to it."""
+def test_pool_version_is_the_oldest_of_its_members() -> None:
+    """A sequence with newer tokens waits until another member has weights that are new enough."""
     controls = Controls()
     first, second = controls.join(), controls.join()
     pool = controls.pool
@@ -377,7 +377,7 @@ def test_members_at_different_versions() -> None:
     assert pool.update_pending
     first.is_lost = True
     pool.step()
-    assert list(second.running) == [4], "tokens of version 1 cannot go on at version 0"
+    assert list(second.running) == [4], "a sequence with tokens of version 1 must not continue at version 0"
     assert len(pool.generated(RolloutId(0))) == 2
     controls.finish(0)
     pool.step()
@@ -386,8 +386,8 @@ def test_members_at_different_versions() -> None:
         check(completion)
 
 
-def test_new_requests_wait_for_an_update_that_nothing_was_in_flight_for() -> None:
-    """As with one engine, which adopts weights at once when it is idle: a batch is then of one version."""
+def test_new_requests_wait_for_an_update_of_an_idle_pool() -> None:
+    """An idle pool behaves like an idle engine, which adopts weights at once: all new tokens have one version."""
     controls = Controls()
     engine = controls.join()
     controls.defer()
@@ -400,7 +400,7 @@ def test_new_requests_wait_for_an_update_that_nothing_was_in_flight_for() -> Non
     assert set(completion.generated.weight_versions.tolist()) == {1}
 
 
-def test_a_member_that_is_too_slow_or_fails_leaves() -> None:
+def test_member_with_failed_or_late_update_leaves() -> None:
     controls = Controls(update_timeout_s=10.0)
     _, second, third = controls.join(), controls.join(), controls.join()
     pool = controls.pool
@@ -412,18 +412,18 @@ def test_a_member_that_is_too_slow_or_fails_leaves() -> None:
     controls.finish(1)
     pool.step()
     assert pool.names == {"e0", "e1"}
-    assert "e2 left: the receiver is gone; 4 rollouts go on elsewhere" in controls.said
+    assert "e2 left: the receiver is gone; 4 rollouts go on elsewhere" in controls.logged
     controls.now_s = 11
     pool.step()
     assert pool.names == {"e1"}
     assert not pool.update_pending
-    assert "e0 left: it did not take version 1 in 10 s; 8 rollouts go on elsewhere" in controls.said
+    assert "e0 left: it did not take version 1 in 10 s; 8 rollouts go on elsewhere" in controls.logged
     assert len(second.running) == 12
     assert len(controls.drain()) == 12
 
 
-def test_weights_that_no_member_would_take_end_the_run() -> None:
-    """A member that refuses them is as good as the others: trying again would never end."""
+def test_non_finite_weights_raise_and_keep_the_member() -> None:
+    """Every member would refuse these weights, so replacing the member and retrying would never end."""
     controls = Controls()
     engine = controls.join()
     controls.pool.add([request(0)])
@@ -439,7 +439,7 @@ def test_weights_that_no_member_would_take_end_the_run() -> None:
         controls.pool.update_weights(2, {})
 
 
-def test_a_member_that_leaves_finishes_what_it_has_and_one_that_is_stopped_hands_it_over() -> None:
+def test_leaving_member_finishes_and_stopped_member_hands_over() -> None:
     controls = Controls()
     first, second = controls.join(), controls.join()
     pool = controls.pool
@@ -450,22 +450,22 @@ def test_a_member_that_leaves_finishes_what_it_has_and_one_that_is_stopped_hands
     pool.add([request(8)])
     assert (list(first.running), list(second.running), pool.num_engines) == ([0], [4, 8], 1)
     pool.update_weights(1, {})
-    assert first.weight_version == 1, "the weights of one that leaves must not grow old"
+    assert first.weight_version == 1, "a leaving member must still get new weights"
     third = controls.join()
     second.is_stopped = True
     pool.step()
     assert sorted(third.running) == [4, 8]
-    assert [len(pool.generated(RolloutId(each))) for each in (0, 4)] == [2, 1]
+    assert [len(pool.generated(RolloutId(number))) for number in (0, 4)] == [2, 1]
     done = controls.drain()
     assert sorted(done) == [0, 4, 8]
     for completion in done.values():
         check(completion)
-    assert set(controls.world.arrived.values()) == {1}
+    assert set(controls.arrivals.counts.values()) == {1}
     assert pool.names == {"e2"}
-    assert {"e0 left: its time is over", "e1 left: it was stopped"} <= set(controls.said)
+    assert {"e0 left: its time is over", "e1 left: it was stopped"} <= set(controls.logged)
 
 
-def test_a_stopped_engine_that_refuses_new_requests_still_hands_over_what_it_has() -> None:
+def test_stopped_engine_that_refuses_requests_still_hands_over() -> None:
     controls = Controls()
     first = controls.join()
     pool = controls.pool
@@ -480,12 +480,12 @@ def test_a_stopped_engine_that_refuses_new_requests_still_hands_over_what_it_has
     assert pool.step() == []
     assert len(pool.generated(RolloutId(0))) == 3
     assert pool.names == {"e1"}
-    assert "e0 left: connection refused" in controls.said
+    assert "e0 left: connection refused" in controls.logged
     for completion in controls.drain().values():
         check(completion)
 
 
-def test_refused_requests() -> None:
+def test_refused_request_raises_or_drops_the_member() -> None:
     controls = Controls()
     first, second = controls.join(), controls.join()
     pool = controls.pool
@@ -498,15 +498,15 @@ def test_refused_requests() -> None:
         pool.add([request(1)])
     with pytest.raises(RequestError, match="twice"):
         pool.add([request(5), request(5)])
-    first.is_lost = True  # what one took before, another must not refuse
+    first.is_lost = True  # the second member then refuses a request that the first one had accepted, and leaves
     pool.step()
     assert pool.names == frozenset()
     controls.join()
     check(controls.drain()[1])
 
 
-def test_what_no_engine_could_take_is_refused_while_there_is_none() -> None:
-    def refuse(each: GenerationRequest) -> None:
+def test_invalid_request_is_refused_without_members() -> None:
+    def refuse(request: GenerationRequest) -> None:
         raise RequestError("too long")
 
     pool = EnginePool(0, {}, hooks=PoolHooks(validate=refuse))
@@ -515,7 +515,7 @@ def test_what_no_engine_could_take_is_refused_while_there_is_none() -> None:
     assert pool.num_in_flight == 0
 
 
-def test_abort_takes_from_all_members_the_lost_ones_and_those_that_wait() -> None:
+def test_abort_covers_lost_members_and_waiting_requests() -> None:
     controls = Controls()
     _, second = controls.join(), controls.join()
     pool = controls.pool
@@ -528,9 +528,9 @@ def test_abort_takes_from_all_members_the_lost_ones_and_those_that_wait() -> Non
         raise GenerationLostError("no answer")
 
     abort, second.abort = second.abort, fail  # type: ignore[method-assign]
-    aborted = pool.abort([RolloutId(each) for each in (0, 4, 5, 77)])
-    assert sorted((each.rollout_id, len(each.generated)) for each in aborted) == [(0, 1), (4, 1), (5, 1)]
-    assert {each.finish_reason for each in aborted} == {FinishReason.ABORT}
+    aborted = pool.abort([RolloutId(number) for number in (0, 4, 5, 77)])
+    assert sorted((done.rollout_id, len(done.generated)) for done in aborted) == [(0, 1), (4, 1), (5, 1)]
+    assert {done.finish_reason for done in aborted} == {FinishReason.ABORT}
     pool.add([replace(request(4), generated=aborted[1].generated)])
     assert sorted(controls.drain()) == [1, 2, 3, 4, 6, 7]
     pool.add([request(20)])
@@ -538,11 +538,11 @@ def test_abort_takes_from_all_members_the_lost_ones_and_those_that_wait() -> Non
     assert pool.num_in_flight == 1
 
 
-def test_many_remote_members_cost_no_more_waiting_than_one() -> None:
-    """The wait ends with the first that says so, whichever it is, and nobody's word is lost."""
+def test_step_waits_once_for_many_remote_members() -> None:
+    """All members set one event, so that a single wait covers them and no event is lost."""
     ended = threading.Event()
     pool = EnginePool(0, {}, run=run_in_background, ended=ended)
-    engines = [FakeEngine(World()) for _ in range(20)]
+    engines = [FakeEngine(Arrivals()) for _ in range(20)]
     waits = list[float]()
 
     class Watched(threading.Event):
@@ -562,12 +562,12 @@ def test_many_remote_members_cost_no_more_waiting_than_one() -> None:
     assert len(waits) == 1
 
 
-# Like this the worst comes often: an engine is lost while others have newer weights, or get them.
+# Weighted so that the hardest case is frequent: an engine is lost while others have or receive newer weights.
 KINDS = ["step"] * 6 + ["add"] * 4 + ["finish"] * 4 + ["update"] * 3 + ["join"] * 2
 KINDS += ["lose", "stop", "leave", "late", "abort"]
 
 
-def test_a_later_turn_is_sampled_by_weights_as_new_as_those_of_its_prompt() -> None:
+def test_later_turn_uses_weights_no_older_than_its_prompt() -> None:
     controls = Controls(update_timeout_s=1e9)
     engines = [controls.join() for _ in range(2)]
     controls.pool.add([request(40, 100)])
@@ -585,13 +585,13 @@ actions = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1000)), min_
 
 
 @given(actions)
-def test_whatever_happens_every_request_completes_once_and_as_if_nothing_had(steps: list[tuple[str, int]]) -> None:
+def test_every_request_completes_once_under_any_events(steps: list[tuple[str, int]]) -> None:
     controls = Controls(update_timeout_s=50.0, join_timeout_s=1e9)
     for chunk_tokens in (1, 2, 3):
         controls.join(chunk_tokens)
     controls.defer()
     pool, next_id, newest = controls.pool, 0, 0
-    floor: dict[int, int] = {}  # what the pool said its version was when a request came
+    min_version: dict[int, int] = {}  # version of the pool when a request was added
     lengths: dict[int, int] = {}
     done: dict[int, Completion] = {}
     seen_version = 0
@@ -621,19 +621,19 @@ def test_whatever_happens_every_request_completes_once_and_as_if_nothing_had(ste
             case "late":
                 controls.now_s += 30
             case "add":
-                lengths[next_id], floor[next_id] = 1 + number % 12, pool.weight_version
+                lengths[next_id], min_version[next_id] = 1 + number % 12, pool.weight_version
                 pool.add([request(next_id, lengths[next_id])])
                 next_id += 1
-            case "abort" if floor:
-                controls.finish_recalls()  # the pool waits for them
-                wanted = [RolloutId(each) for each in floor if each not in done and each % 2 == number % 2]
+            case "abort" if min_version:
+                controls.finish_recalls()  # `abort` waits for recalls, so deferred ones must end first
+                ids = [RolloutId(key) for key in min_version if key not in done and key % 2 == number % 2]
                 deferred, controls.deferred = controls.deferred, None
-                aborted = pool.abort(wanted)
+                aborted = pool.abort(ids)
                 controls.deferred = deferred
                 for completion in aborted:
                     generated = completion.generated if len(completion.generated) else None
-                    whole = request(completion.rollout_id, lengths[completion.rollout_id])
-                    pool.add([replace(whole, generated=generated)])
+                    original = request(completion.rollout_id, lengths[completion.rollout_id])
+                    pool.add([replace(original, generated=generated)])
             case "step":
                 take(pool.step())
         assert pool.weight_version >= seen_version, "the version of the pool went down"
@@ -641,11 +641,11 @@ def test_whatever_happens_every_request_completes_once_and_as_if_nothing_had(ste
         assert pool.num_in_flight == next_id - len(done)
     controls.finish_recalls()
     controls.deferred = None
-    controls.now_s += 100  # whoever still has not taken its weights leaves
+    controls.now_s += 100  # past the update timeout: members without the new weights leave
     controls.join()
     take(list(controls.drain().values()))
     assert sorted(done) == list(range(next_id))
     for rollout_id, completion in done.items():
         check(completion, lengths[rollout_id])
-        assert completion.generated.weight_versions.min() >= floor[rollout_id], "older weights than a bound counts on"
-    assert set(controls.world.arrived.values()) <= {1}, "a token that had arrived was generated again"
+        assert completion.generated.weight_versions.min() >= min_version[rollout_id], "older than the pool's version"
+    assert set(controls.arrivals.counts.values()) <= {1}, "a token that had arrived was generated again"

@@ -1,4 +1,4 @@
-"""Text that comes piece by piece is the text that comes at once."""
+"""Incremental detokenization and stop strings: the pieces add up to the text decoded at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from midflight.generation.text import Detokenizer, StopStrings
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:
-    """A tokenizer of bytes; 256 is special and says nothing."""
+    """Decode tokens that are bytes; 256 is a special token without text."""
     return bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
 
 
@@ -25,7 +25,7 @@ def in_pieces(token_ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
     return [*pieces, detokenizer.flush()]
 
 
-def test_a_character_of_several_tokens_comes_whole() -> None:
+def test_character_of_several_tokens_is_one_piece() -> None:
     text = "né 🙂!"
     pieces = in_pieces(list(text.encode()), [1] * len(text.encode()))
     assert "".join(pieces) == text
@@ -38,7 +38,7 @@ def test_pieces_add_up_for_any_bytes(token_ids: list[int], sizes: list[int]) -> 
 
 
 @given(st.text(max_size=20), st.lists(st.integers(1, 3), max_size=60))
-def test_pieces_of_valid_text_never_show_half_a_character(text: str, sizes: list[int]) -> None:
+def test_pieces_of_valid_text_are_whole_characters(text: str, sizes: list[int]) -> None:
     pieces = in_pieces(list(text.encode()), sizes)
     assert "".join(pieces) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece or "\N{REPLACEMENT CHARACTER}" in text for piece in pieces)
@@ -48,7 +48,7 @@ def test_pieces_of_valid_text_never_show_half_a_character(text: str, sizes: list
     st.lists(st.text("ab", max_size=3), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_a_stop_string_is_found_however_the_text_comes(pieces: list[str], strings: list[str]) -> None:
+def test_stop_string_is_found_in_any_pieces(pieces: list[str], strings: list[str]) -> None:
     stop = StopStrings(strings)
     text, seen = "", ""
     for piece in pieces:
@@ -65,5 +65,5 @@ def test_a_stop_string_is_found_however_the_text_comes(pieces: list[str], string
 
 
 @pytest.mark.parametrize(("text", "passed"), [("abc", "abc"), ("abS", "ab"), ("abSTO", "ab"), ("aSTOP", "a")])
-def test_what_could_be_a_stop_string_is_kept_back(text: str, passed: str) -> None:
+def test_possible_start_of_a_stop_string_is_held_back(text: str, passed: str) -> None:
     assert StopStrings(["STOP"]).push(text) == (passed, text.endswith("STOP"))

@@ -1,7 +1,7 @@
-"""What a decode step does outside its matrix products, three times over.
+"""Kernels of a decode step, except its matrix products, in three implementations.
 
-reference.py   plain PyTorch, any device: the definition the others are tested against
-cpu.c, cpu.py  C, compiled once on the machine it runs on; used on a CPU where a C compiler is found
+reference.py   plain PyTorch for any device: the definition that the other two are tested against
+cpu.c, cpu.py  C, compiled once on the user's machine; used on a CPU if a C compiler is found
 gpu.py         Triton, for the paged attention of decode steps on CUDA
 
 Suffixes: T tokens of a step, D model, H query heads, K key/value heads, E head dimension, V vocabulary.

@@ -1,11 +1,11 @@
-/* What a decode step does outside its matrix products, for one head geometry and one element type.
+/* Kernels of a decode step, except its matrix products, for one head geometry and one element type.
  *
  * Compiled on the user's machine by cpu.py with
  *   E  elements of a head        G  query heads per key/value head        K  key/value heads
  *   BF16 defined: elements are bfloat16, kept as 16-bit integers; all arithmetic is float32 either way.
  *
- * The cache is paged. A page holds PAGE tokens: keys [K][E][PAGE], values [K][PAGE][E]. With the tokens of a page side
- * by side, one vector register takes PAGE scores at once and no sum runs across a register.
+ * The cache is paged. A page holds PAGE tokens: keys [K][E][PAGE], values [K][PAGE][E]. In this layout one vector
+ * register holds PAGE scores, and no sum runs across a register.
  */
 #include <math.h>
 #include <stdint.h>
@@ -13,9 +13,9 @@
 
 #define PAGE 16
 #define H (G * K)
-/* Scores are kept for this many tokens at a time (online softmax): the stack a thread needs does not grow. */
+/* Tokens per block of the online softmax: bounds the scores that a thread keeps on its stack. */
 #define BLOCK (16 * PAGE)
-/* Below this many elements a second thread costs more than it saves. */
+/* Smallest number of elements for which a second thread pays. */
 #define PARALLEL_FROM 8192
 
 #ifdef BF16
@@ -34,8 +34,8 @@ static inline float load(element x) { return x; }
 static inline element rounded(float x) { return x; }
 #endif
 
-/* exp(x) for x <= 0 to about 2 units in the last place, in a form that vectorizes; 0 below -87, where float32 ends.
- * Cody-Waite reduction and the polynomial of Cephes' expf. */
+/* exp(x) for x <= 0, accurate to about 2 units in the last place, in a form that vectorizes. Returns 0 below -87, where
+ * normal float32 numbers end. Cody-Waite reduction and the polynomial of Cephes' expf. */
 static inline float exp_of_nonpositive(float x) {
     float bounded = x < -87.0f ? -87.0f : x;
     float n = __builtin_rintf(bounded * 1.44269504f);
@@ -86,20 +86,21 @@ static inline void rotate_head(element *head, const float *cos, const float *sin
     }
 }
 
-static inline void store_token(const element *key, const element *value, element *keys, element *values, long slot) {
-    element *key_page = keys + slot / PAGE * K * E * PAGE + slot % PAGE;
-    element *value_page = values + slot / PAGE * K * E * PAGE + slot % PAGE * E;
+static inline void store_token(const element *key, const element *value, element *keys, element *values, long entry) {
+    element *key_page = keys + entry / PAGE * K * E * PAGE + entry % PAGE;
+    element *value_page = values + entry / PAGE * K * E * PAGE + entry % PAGE * E;
     for (int k = 0; k < K; k++) {
         for (int e = 0; e < E; e++) key_page[(k * E + e) * PAGE] = key[k * E + e];
         memcpy(value_page + k * E * PAGE, value + k * E, E * sizeof(element));
     }
 }
 
-/* Rotates queries and keys of qkv [N, (H + 2 K) * E] in place and puts keys and values into their slots.
- * cos, sin [positions, E / 2]; query_norm and key_norm [E] are applied to each head first, or NULL. */
+/* Rotates the queries and keys of qkv [N, (H + 2 K) * E] in place and stores keys and values in the cache at
+ * slot_mapping [N]. cos, sin [positions, E / 2]. query_norm and key_norm, [E] or NULL, are applied to each head first.
+ */
 void rope_and_store(element *restrict qkv, const float *restrict cos, const float *restrict sin,
                     const element *query_norm, const element *key_norm, float eps, const int64_t *restrict positions,
-                    const int64_t *restrict slots, element *restrict keys, element *restrict values, long N,
+                    const int64_t *restrict slot_mapping, element *restrict keys, element *restrict values, long N,
                     int threads) {
 #pragma omp parallel for num_threads(threads) if (N * (H + 2 * K) * E >= PARALLEL_FROM)
     for (long n = 0; n < N; n++) {
@@ -109,19 +110,20 @@ void rope_and_store(element *restrict qkv, const float *restrict cos, const floa
             if (query_norm) normalize(row + h * E, h < H ? query_norm : key_norm, eps, row + h * E, E);
             rotate_head(row + h * E, c, s);
         }
-        store_token(row + H * E, row + (H + K) * E, keys, values, slots[n]);
+        store_token(row + H * E, row + (H + K) * E, keys, values, slot_mapping[n]);
     }
 }
 
-/* key and value [N, K * E] into their slots. */
-void store(const element *restrict key, const element *restrict value, const int64_t *restrict slots,
+/* Stores key and value [N, K * E] in the cache at slot_mapping [N]. */
+void store(const element *restrict key, const element *restrict value, const int64_t *restrict slot_mapping,
            element *restrict keys, element *restrict values, long N, int threads) {
 #pragma omp parallel for num_threads(threads) if (N * K * E >= PARALLEL_FROM)
-    for (long n = 0; n < N; n++) store_token(key + n * K * E, value + n * K * E, keys, values, slots[n]);
+    for (long n = 0; n < N; n++) store_token(key + n * K * E, value + n * K * E, keys, values, slot_mapping[n]);
 }
 
-/* The values of a page, or a copy with zeros instead of the slots outside first .. stop - 1: these may hold NaN, which
- * a probability of 0 does not mask. With a copy, all pages run through the same loop and round alike. */
+/* Returns the values of a page. If entries outside first .. stop - 1 exist, returns a copy with zeros in their place:
+ * they may hold NaN, which a probability of 0 does not mask. With a copy, all pages run through the same loop and round
+ * alike. */
 static inline const element *visible_values(const element *page, int first, int stop, element *copy) {
     if (first <= 0 && stop >= PAGE) return page;
     first = first < 0 ? 0 : first;
@@ -131,7 +133,7 @@ static inline const element *visible_values(const element *page, int first, int 
     return copy;
 }
 
-/* One query token against the pages of its sequence: positions first .. last of it. */
+/* Attention of one query token to positions first .. last of its sequence. */
 static void attend_one(const element *restrict query, const element *restrict keys, const element *restrict values,
                        const int32_t *restrict table, long first, long last, int k, float scale, float softcap,
                        element *restrict out) {
@@ -184,23 +186,25 @@ static void attend_one(const element *restrict query, const element *restrict ke
         for (int e = 0; e < E; e++) out[g * E + e] = rounded(sums[g][e] / totals[g]);
 }
 
-/* out [N, H * E]: query token n, at query + n * query_stride, sees positions 0 .. positions[n] of the sequence whose
- * pages are tables[rows[n]], or only the last `window` of them where window > 0. */
+/* Attention of N query tokens, out [N, H * E]. Token n, at query + n * query_stride, attends to positions
+ * 0 .. positions[n] of the sequence in slots[n], whose pages are tables[slots[n]]. With window > 0 it attends only to
+ * the last `window` positions. */
 void attend(const element *restrict query, long query_stride, const element *restrict keys,
             const element *restrict values, const int32_t *restrict tables, long table_width,
-            const int64_t *restrict rows, const int64_t *restrict positions, float scale, float softcap, long window,
+            const int64_t *restrict slots, const int64_t *restrict positions, float scale, float softcap, long window,
             element *restrict out, long N, int threads) {
 #pragma omp parallel for collapse(2) schedule(dynamic, 4) num_threads(threads) if (N * H * E >= 512)
     for (long n = 0; n < N; n++)
         for (int k = 0; k < K; k++) {
             long last = positions[n], first = window > 0 && last >= window ? last - window + 1 : 0;
-            attend_one(query + n * query_stride + k * G * E, keys, values, tables + rows[n] * table_width, first, last,
+            attend_one(query + n * query_stride + k * G * E, keys, values, tables + slots[n] * table_width, first, last,
                        k, scale, softcap, out + (n * K + k) * G * E);
         }
 }
 
-/* One token per row of logits [N, V]: the smallest index whose cumulative probability exceeds uniforms[n], or the
- * likeliest where temperatures[n] is 0; and its log-probability at that temperature (at 1 where it is 0). */
+/* Samples one token per row of logits [N, V]: the smallest index whose cumulative probability exceeds uniforms[n]. If
+ * temperatures[n] is 0, takes the most likely token. Also returns the log-probability of the token at that temperature
+ * (at temperature 1 if it is 0). */
 void sample(const float *restrict logits, const float *restrict temperatures, const float *restrict uniforms,
             int64_t *restrict token_ids, float *restrict logprobs, long N, long V, int threads) {
     enum { SPAN = 512 };
@@ -237,7 +241,7 @@ void sample(const float *restrict logits, const float *restrict temperatures, co
     }
 }
 
-/* target [C, width] columns 0 .. R - 1 = source [R, C] transposed; `source_type` 0: float32, 1: bfloat16. */
+/* Writes source [R, C], transposed, to columns 0 .. R - 1 of target [C, width]. source_type 0: float32, 1: bfloat16. */
 void transpose(const void *restrict source, int source_type, element *restrict target, long width, long R, long C,
                int threads) {
     enum { TILE = 32 };

@@ -1,4 +1,4 @@
-"""Compiles cpu.c for this machine, once, and calls it."""
+"""Kernels in C: compiles cpu.c once for this machine and calls it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from midflight.engine.plan import Batch
 
 # Reassociation lets sums vectorize; -ffast-math would also flush denormals in the whole process.
 _FLAGS = "-O3 -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math -freciprocal-math"
-# The best first; the next where the compiler or the processor does not know an option.
+# Best first; the next is tried if the compiler or the processor does not support an option.
 _TARGETS = ("-march=native -mprefer-vector-width=512 -fopenmp", "-march=native -fopenmp", "-fopenmp", "")
 _COMPILE_TIMEOUT_S = 120
 
 
 def cpu_kernels(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> CpuKernels | None:
-    """The kernels for this geometry, or None where no C compiler works."""
+    """Build the kernels for this head geometry; return None if no C compiler works or the dtype is not supported."""
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     library = _build(num_heads // num_kv_heads, num_kv_heads, head_dim, dtype is torch.bfloat16)
@@ -36,7 +36,7 @@ def cpu_kernels(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.d
 
 
 class CpuKernels(ReferenceKernels):
-    """See ReferenceKernels for the contracts; tensors are contiguous and on the CPU."""
+    """C implementation of ReferenceKernels, which has the contracts; tensors must be contiguous and on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -72,7 +72,7 @@ class CpuKernels(ReferenceKernels):
         batch: Batch,
         layer: KVLayer,
     ) -> Tensor:
-        """As the reference; the queries returned are a view into `qkv`, which is overwritten."""
+        """Same as the reference, but overwrites `qkv`: the returned queries are a view into it."""
         query_norm, key_norm = map(_pointer, norms) if norms else (None, None)
         self._library.rope_and_store(
             _pointer(qkv), *map(_pointer, rope), query_norm, key_norm, _float(eps), _pointer(batch.positions),
@@ -99,7 +99,7 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """As the reference; logits, temperatures and uniforms are float32."""
+        """Same as the reference; logits, temperatures and uniforms must be float32."""
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
         self._library.sample(
@@ -128,7 +128,7 @@ def _build(group_size: int, num_kv_heads: int, head_dim: int, bf16: bool) -> cty
     source = resources.files(__package__).joinpath("cpu.c").read_bytes()
     defines = [f"-DG={group_size}", f"-DK={num_kv_heads}", f"-DE={head_dim}", *(["-DBF16"] if bf16 else [])]
     directory = _cache_directory()
-    # The processor is part of the name: a home directory may be shared between machines.
+    # The processor is part of the file name, because several machines may share a home directory.
     identity = b"\0".join([source, *map(str.encode, [*command, *defines, _FLAGS, *_TARGETS]), _processor().encode()])
     library = directory / f"{hashlib.sha256(identity).hexdigest()[:32]}.so"
     if not library.exists() and not _compile(command, defines, source, library):
@@ -151,7 +151,7 @@ def _compile(command: list[str], defines: list[str], source: bytes, library: Pat
                 )
             except (OSError, subprocess.SubprocessError):
                 continue
-            os.replace(built, library)  # atomic: two processes may compile at once
+            os.replace(built, library)  # atomic, because two processes may compile at the same time
             return True
     return False
 

@@ -1,4 +1,4 @@
-"""Paged attention of decode steps in Triton, for CUDA. Prefills and everything else are the reference's."""
+"""Paged attention of decode steps in Triton, for CUDA. Prefills and most other kernels come from the reference."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from midflight.engine.cache import PAGE_SIZE, KVLayer
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.plan import Batch
 
-# tl.dot wants at least this many rows; query heads of a group are padded to it.
+# tl.dot needs at least this many rows; the query heads of a group are padded to it.
 _MIN_DOT_ROWS = 16
 
 
 class GpuKernels(ReferenceKernels):
-    """See ReferenceKernels for the contracts. A decode step makes the host wait for nothing."""
+    """Triton implementation of ReferenceKernels, which has the contracts. A decode step never synchronizes the host."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -41,15 +41,16 @@ def paged_decode_attention(
     query: Tensor,
     layer: KVLayer,
     tables: Tensor,
-    rows: Tensor,
+    slots: Tensor,
     positions: Tensor,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Each query token against the pages of its own sequence, up to its position; [B, H * E] -> [B, H * E].
+    """Attention of one query token per sequence to the pages of the sequence, up to the token's position.
 
-    Shapes: tables int32 [rows, pages]; rows and positions int64, their first B are used.
+    Shapes: query [B, H * E]; tables int32 [slots, pages]; slots and positions int64, the first B entries are used
+        -> [B, H * E].
     """
     num_tokens, width = query.shape
     head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
@@ -60,7 +61,7 @@ def paged_decode_attention(
         layer.keys,
         layer.values,
         tables,
-        rows,
+        slots,
         positions,
         out,
         query.stride(0),
@@ -85,7 +86,7 @@ def _decode_kernel(
     keys: Any,
     values: Any,
     tables: Any,
-    rows: Any,
+    slots: Any,
     positions: Any,
     out: Any,
     query_stride: Any,
@@ -101,11 +102,11 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """One query token and one key/value head: online softmax over the pages of the sequence."""
+    """Attention of one query token in one key/value head: online softmax over the pages of the sequence."""
     token, kv_head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + token)
-    table = tables + tl.load(rows + token) * table_stride
-    heads, columns, slots = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD_COLUMNS), tl.arange(0, PAGE)
+    table = tables + tl.load(slots + token) * table_stride
+    heads, columns, in_page = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD_COLUMNS), tl.arange(0, PAGE)
     inside = (heads[:, None] < GROUP_SIZE) & (columns[None, :] < HEAD_DIM)
     offsets = (kv_head * GROUP_SIZE + heads[:, None]) * HEAD_DIM + columns[None, :]
     q = tl.load(query + token * query_stride + offsets, mask=inside, other=0.0)
@@ -118,21 +119,21 @@ def _decode_kernel(
         page = tl.load(table + index).to(tl.int64) * NUM_KV_HEADS + kv_head
         in_head = columns < HEAD_DIM
         k = tl.load(
-            keys + page * HEAD_DIM * PAGE + columns[:, None] * PAGE + slots[None, :], mask=in_head[:, None], other=0.0
+            keys + page * HEAD_DIM * PAGE + columns[:, None] * PAGE + in_page[None, :], mask=in_head[:, None], other=0.0
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1 - 2 / (tl.exp(scores * 2 / softcap) + 1))
-        at = index * PAGE + slots
+        at = index * PAGE + in_page
         visible = (at <= position) & (at >= first)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         decay = tl.exp(top - new_top)
         p = tl.exp(scores - new_top[:, None])
         v = tl.load(
-            values + page * HEAD_DIM * PAGE + slots[:, None] * HEAD_DIM + columns[None, :],
-            # Other slots may hold NaN, which a probability of 0 does not mask.
+            values + page * HEAD_DIM * PAGE + in_page[:, None] * HEAD_DIM + columns[None, :],
+            # Other entries of the page may hold NaN, which a probability of 0 does not mask.
             mask=visible[:, None] & in_head[None, :],
             other=0.0,
         )

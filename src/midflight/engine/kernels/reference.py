@@ -1,4 +1,4 @@
-"""The kernels in plain PyTorch. Slower than the others, right by inspection, and the same on every device."""
+"""The kernels in plain PyTorch: slow, easy to verify, and the same on every device."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from midflight.engine.plan import Batch
 from midflight.engine.sampler import sample
 from midflight.models.attention import masked_attention, visible_columns
 
-# Rows gathered out of the cache at a time: bounds the copy of their keys and values.
-_GATHER_ROWS = 64
+# Largest number of sequences gathered from the cache at a time; bounds the copy of their keys and values.
+_GATHER_SEQS = 64
 
 
 class ReferenceKernels:
-    """Stateless; one instance serves every layer."""
+    """The contracts of all kernels and their PyTorch implementation. Stateless: all layers share one instance."""
 
     def linear_layout(self, weight: Tensor, out: Tensor) -> None:
-        """out [in, out] = weight [out, in] transposed; `out` may be a block of columns, and of another dtype."""
+        """Write the transposed weight to `out`, which may be a block of columns and may have another dtype.
+
+        Shapes: weight [out features, in features] -> out [in features, out features].
+        """
         out.copy_(weight.t())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, D] / rms(x) * weight, computed in float32."""
+        """Return x / rms(x) * weight, normalized in float32.
+
+        Shapes: x [T, D], weight [D] -> [T, D].
+        """
         wide = x.float()
         normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return normalized.to(x.dtype) * weight
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] -> silu(gate) * up [T, I]."""
+        """Return silu(gate) * up, [T, 2 I] -> [T, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -42,9 +48,10 @@ class ReferenceKernels:
         batch: Batch,
         layer: KVLayer,
     ) -> Tensor:
-        """Queries [T, H * E] with rotary positions applied; keys and values go into the cache.
+        """Apply the norms and rotary positions, store keys and values in the cache, and return the queries.
 
-        Shapes: qkv [T, (H + 2 K) * E]; rope: cos and sin, float32 [positions, E / 2]; norms: query and key norm, [E].
+        Shapes: qkv [T, (H + 2 K) * E]; rope: cos and sin, float32 [positions, E / 2]; norms: query and key norm, [E]
+            -> [T, H * E].
         """
         num_tokens, head_dim, num_kv_heads = len(qkv), layer.head_dim, layer.num_kv_heads
         heads = qkv.view(num_tokens, -1, head_dim)
@@ -61,7 +68,7 @@ class ReferenceKernels:
         return rotated[:, :num_heads].reshape(num_tokens, -1)
 
     def store(self, key: Tensor, value: Tensor, batch: Batch, layer: KVLayer) -> None:
-        """Put key and value, [T, K, E], into the slots of their tokens."""
+        """Store the keys and values, [T, K, E] each, in the cache at `batch.slot_mapping`."""
         pages, offsets = batch.slot_mapping // PAGE_SIZE, batch.slot_mapping % PAGE_SIZE
         layer.keys[pages, :, :, offsets] = key
         layer.values[pages, :, offsets] = value
@@ -69,15 +76,16 @@ class ReferenceKernels:
     def attend(
         self, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float = 0.0, window: int = 0
     ) -> Tensor:
-        """Attention of every token to its own sequence up to itself, [T, H * E] -> [T, H * E].
+        """Causal attention of every token to the cached keys and values of its sequence, [T, H * E] -> [T, H * E].
 
-        `softcap` > 0 caps scores smoothly; `window` > 0 hides what is that many tokens back or more.
+        `softcap` > 0 caps scores smoothly. `window` > 0 limits attention to the last `window` tokens, the token itself
+        included.
         """
         parts = [
-            self._attend_rows(
-                slice(start, min(start + _GATHER_ROWS, batch.num_decode)), query, batch, layer, scale, softcap, window
+            self._attend_decodes(
+                slice(start, min(start + _GATHER_SEQS, batch.num_decode)), query, batch, layer, scale, softcap, window
             )
-            for start in range(0, batch.num_decode, _GATHER_ROWS)
+            for start in range(0, batch.num_decode, _GATHER_SEQS)
         ]
         if batch.chunks:
             parts.append(self.attend_chunks(query, batch, layer, scale, softcap, window))
@@ -86,26 +94,26 @@ class ReferenceKernels:
     def attend_chunks(
         self, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float, window: int
     ) -> Tensor:
-        """`attend` for the tokens after the decoding ones, a chunk of a prefill at a time."""
+        """Attention of the prefill tokens of the batch, one chunk at a time; parameters as for `attend`."""
         parts = []
         for chunk in batch.chunks:
             length = chunk.first_position + chunk.stop - chunk.start
             key, value = _gather(batch.tables[chunk.slot, : -(-length // PAGE_SIZE)][None], layer)
             positions = batch.positions[chunk.start : chunk.stop]
-            # The tokens are the queries of one sequence: [1, H, t, E].
+            # The tokens of a chunk are the queries of one sequence: [1, H, t, E].
             heads = query[chunk.start : chunk.stop].view(-1, query.shape[1] // layer.head_dim, layer.head_dim)
             attended = _attention(heads.transpose(0, 1)[None], key, value, positions[None], scale, softcap, window)
             parts.append(attended[0].transpose(0, 1).reshape(chunk.stop - chunk.start, -1))
         return torch.cat(parts)
 
     def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """See sampler.sample."""
+        """Sample one token per sequence; see sampler.sample."""
         return sample(logits, temperatures, uniforms)
 
-    def _attend_rows(
+    def _attend_decodes(
         self, part: slice, query: Tensor, batch: Batch, layer: KVLayer, scale: float, softcap: float, window: int
     ) -> Tensor:
-        """`attend` for some of the decoding tokens, each the only query of its own sequence: [B, H, 1, E]."""
+        """Attention of some of the decoding tokens, each the only query of its sequence: [B, H, 1, E]."""
         num_pages = -(-batch.max_length // PAGE_SIZE)
         key, value = _gather(batch.tables[batch.slots[part], :num_pages], layer)
         heads = query[part].view(len(key), -1, 1, layer.head_dim)
@@ -114,7 +122,7 @@ class ReferenceKernels:
 
 
 def _gather(tables: Tensor, layer: KVLayer) -> tuple[Tensor, Tensor]:
-    """Keys and values of these pages, [B, pages] -> [B, K, W, E] each."""
+    """Gather the keys and values of these pages, [B, pages] -> [B, K, W, E] each; W = pages * PAGE_SIZE."""
     size = (len(tables), layer.num_kv_heads, -1, layer.head_dim)
     key = layer.keys[tables].permute(0, 2, 1, 4, 3).reshape(size)
     value = layer.values[tables].transpose(1, 2).reshape(size)
@@ -124,9 +132,12 @@ def _gather(tables: Tensor, layer: KVLayer) -> tuple[Tensor, Tensor]:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, softcap: float, window: int
 ) -> Tensor:
-    """query [B, H, t, E] at positions [B, t], key and value [B, K, W, E] -> [B, H, t, E]."""
+    """Attention over gathered keys and values.
+
+    Shapes: query [B, H, t, E], positions [B, t], key and value [B, K, W, E] -> [B, H, t, E].
+    """
     visible = visible_columns(positions, key.shape[2], window)
-    # Slots that no query sees may hold NaN: added to a mask of -inf or multiplied by a probability of 0, it stays NaN.
-    unseen = ~visible.any(dim=2)[..., None]
-    key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+    # Cache entries outside the sequence may hold NaN, which neither a mask of -inf nor a probability of 0 removes.
+    hidden = ~visible.any(dim=2)[..., None]
+    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
     return masked_attention(query, key, value, visible, scale, softcap)

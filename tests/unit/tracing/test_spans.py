@@ -115,7 +115,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
         tracer.add("train", 10**9, 2 * 10**9)
         tracer.close()
     assert tracer.total_s("train") == 2.0
-    assert [record.message[:20] for record in caplog.records] == ["the trace ends here:"]
+    assert [record.message[:21] for record in caplog.records] == ["no more spans are wri"]
 
 
 def test_after_close_spans_only_count(tmp_path: Path) -> None:

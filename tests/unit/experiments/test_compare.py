@@ -82,10 +82,10 @@ WRONG = [
     (["--schedules", "pipeline", "model.path=/nowhere"], "there is no directory /nowhere"),
     (
         ["--schedules", "pipeline", "trainer.max_steps=5"],
-        "in a comparison --seconds or --steps decides about trainer.max_steps",
+        "in a comparison, --seconds or --steps sets trainer.max_steps",
     ),
-    (["--schedules", "pipeline", "run.directory=x"], "in a comparison --out decides about run.directory"),
-    (["--schedules", "pipeline", "trainer.checkpoint_every=5"], "--accuracy-every decides"),
+    (["--schedules", "pipeline", "run.directory=x"], "in a comparison, --out sets run.directory"),
+    (["--schedules", "pipeline", "trainer.checkpoint_every=5"], "--accuracy-every sets"),
     (["--seconds", "0"], "--seconds: should be greater than 0, got 0"),
     (["--seconds", "nan"], "--seconds: should be greater than 0, got nan"),
     (["--steps", "0"], "--steps: should be at least 1, got 0"),

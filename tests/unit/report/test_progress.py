@@ -237,7 +237,7 @@ def row(text: str, title: str) -> str:
         ("effective sample size", ["0.9971"]),
         ("idle", ["0.0072", "0.1102"]),
         ("tokens of older weights", ["98.7 %", "carried over 3.2 %"]),
-        ("processes started again", ["2 trainer, 1 rollout"]),
+        ("process restarts", ["2 trainer, 1 rollout"]),
         ("length", ["19.2 generated", "19.0 trained", "44.0 dropped", "bias 0.0104"]),
         ("dropped", ["2 without signal", "1 because of a full queue"]),
         ("failed groups", ["most often (1 of 1) by ValueError: not [a number] (task.py:7)"]),

@@ -129,7 +129,7 @@ def test_servers_join_when_they_are_registered_and_leave_when_they_are_not(contr
     assert controls.notes == [
         "engine one joined with weights of version 0",
         "engine two joined with weights of version 0",
-        "engine one left: it was taken out of the registry",
+        "engine one left: it was removed from the registry",
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_server_that_is_not_there_is_tried_again_less_and_less_often(controls:
     waits = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
     assert waits[:6] == [1, 2, 4, 8, 16, 32]
     assert set(waits[6:]) == {BACKOFF_S[1]}
-    refused = "engine one is not there: connection refused; next attempt in"
+    refused = "engine one cannot be reached: connection refused; next attempt in"
     assert controls.notes[:2] == [f"{refused} 1 s", f"{refused} 2 s"]
     assert controls.notes[-2:] == [f"{refused} 60 s"] * 2
     del controls.answers["http://one:1"]
@@ -180,8 +180,8 @@ def test_a_server_that_was_lost_joins_again_at_once_when_it_was_started_again(co
     controls.write("one", "http://one:1", at=2)
     assert controls.discover() == frozenset()
     assert controls.notes[1:] == [
-        "engine one left: it was started again",
-        "engine one is not there: connection refused; next attempt in 1 s",
+        "engine one left: it was restarted",
+        "engine one cannot be reached: connection refused; next attempt in 1 s",
     ]
     del controls.answers["http://one:1"]
     controls.write("one", "http://one:1", at=3)

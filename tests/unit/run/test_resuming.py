@@ -107,7 +107,7 @@ def test_a_stream_without_its_end_goes_on_where_training_is(tmp_path: Path) -> N
     save_step(run, recipe, 5)
     save_partials(run, actor_after(6), [1, 2, 3])  # of a batch that is lost, and was not trained on
     said, restored = resumed(run, recipe)
-    assert said == ["the stream of batches has lost records around 5; it goes on there"]
+    assert said == ["the stream of batches has lost records around 5; it continues there"]
     assert restored.state == actor_after(5)
     assert restored.rollouts == [], "its group was not open then"
     append_batches(run, recipe, [5])
@@ -169,7 +169,7 @@ def test_groups_are_not_made_into_batches_again(tmp_path: Path) -> None:
         for index in range(4):
             groups.append(chosen(index))
     said, restored = resumed(run, recipe)
-    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    assert said == ["the stream of groups has lost records around 6; it continues there"]
     assert restored.state == actor_after(6)
 
 
@@ -183,7 +183,7 @@ def test_batches_that_only_one_stream_had_are_made_again(tmp_path: Path) -> None
             groups.append(chosen(index))
         groups.trim(8)
     said, restored = resumed(run, recipe)
-    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    assert said == ["the stream of groups has lost records around 6; it continues there"]
     assert restored.state == actor_after(6)
     with closing(open_groups(run, recipe)) as groups:
         assert groups.append(chosen(6)) == 6

@@ -36,7 +36,7 @@ def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
         open_run(run.path, ["trainer.max_steps=3", override])
     message = str(raised.value)
     section = override.partition(".")[0]
-    assert f"override {override}: a run goes on with the {section} it began with" in message
+    assert f"override {override}: a resumed run keeps its {section}" in message
     assert "only engine, eval, metrics, preprocess.threads, supervisor, trainer may change" in message
     assert "\n" not in message
 
@@ -63,5 +63,5 @@ def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
 @pytest.mark.parametrize("override", ["trainer.lora_rank=8", "trainer.lora_alpha=1", 'trainer.lora_targets=["q_proj"]'])
 def test_what_is_trained_stays_what_it_was(run: RunDirectory, override: str) -> None:
     key = override.partition("=")[0]
-    with pytest.raises(RecipeError, match=f"a run goes on with the {key} it began with"):
+    with pytest.raises(RecipeError, match=f"a resumed run keeps its {key}"):
         open_run(run.path, [override])

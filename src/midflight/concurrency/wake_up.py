@@ -31,7 +31,7 @@ class WakeUp:
     def __init__(self, path: Path) -> None:
         with suppress(FileExistsError):
             os.mkfifo(path, 0o600)
-        # Open for reading and writing: then opening never waits for the other side, and its death is no end of file.
+        # Opened for reading and writing: opening never waits for the other side, whose death causes no end of file.
         self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         if not stat.S_ISFIFO(os.fstat(self._fd).st_mode):
             self.close()

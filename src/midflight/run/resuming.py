@@ -85,9 +85,7 @@ def restored_actor(
 
 
 def _cut(rollout: Rollout, newest_version: int) -> Rollout:
-    """Return the rollout up to its first token of a newer version: training makes those versions again, from other
-    batches.
-    """
+    """Cut the rollout before its first token of a newer version: training makes those versions from other batches."""
     segments: list[Segment] = []
     for segment in rollout.segments:
         # Versions never decrease along a rollout.

@@ -119,9 +119,7 @@ class Supervisor:
         num_restarts: Counter[str],
         report: Callable[[str], None],
     ) -> None:
-        """Prepare to start `bodies`. Each restart of a role increments `num_restarts`; `report` gets lines for the
-        user.
-        """
+        """Store the arguments. `num_restarts` counts the restarts of each role; `report` gets lines for the user."""
         self._recipe, self._run, self._weights_directory = recipe, run, weights_directory
         self._bodies, self._num_restarts, self._report = bodies, num_restarts, report
         self._workers: dict[str, _Worker] = {}

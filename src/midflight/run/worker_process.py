@@ -90,9 +90,7 @@ _has_begun = threading.Event()
 
 @functools.cache
 def _hang_up_poll(*descriptors: int) -> select.poll:
-    """Return a poll that reports when the other end of a descriptor is closed. Cached: workers use it at every
-    token.
-    """
+    """Return a poll that reports when another end is closed. Cached: workers use it at every token."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, 0)

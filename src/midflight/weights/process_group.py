@@ -2,9 +2,9 @@
 
     sender (the trainer, rank 0)                       receiver (an engine, rank 1, 2, ...)
     connect  waits for: every receiver to be ready     join     waits for: the store, then the whole group
-             unblocked by: them, a refusal, timeout             unblocked by: them, timeout
+             unblocked by: all ready, a refusal, timeout        unblocked by: all joined, timeout
     send     waits for: every receiver to be ready     receive  waits for: one bucket after another
-             unblocked by: them, a refusal, timeout             unblocked by: each bucket, timeout, a lost peer
+             unblocked by: all ready, a refusal, timeout        unblocked by: each bucket, timeout, a lost peer
 
 The caller delivers invitations and announcements to the receivers, for example over HTTP. A receiver that accepts one
 sets its key in the group's store. If the call fails, the sender's side sets the key to a refusal, so that no peer waits

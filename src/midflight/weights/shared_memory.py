@@ -51,9 +51,7 @@ class SharedMemorySender:
     def __init__(
         self, path: Path, spare: Path | None = None, note: Callable[[str], object] = lambda text: None
     ) -> None:
-        """Store the paths. If there is no room at `path`, the file is created at `spare`, `path` links to it, and
-        `note` gets a line for the user.
-        """
+        """Store the paths. If there is no room at `path`, it becomes a link to `spare`, and `note` gets a line."""
         self._path, self._spare, self._note = path, spare, note
         self._file: SlotFile | None = None
         self._views: list[dict[str, Tensor]] = []

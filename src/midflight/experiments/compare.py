@@ -24,7 +24,7 @@ from midflight.launch.build import build_grader, check_recipe
 from midflight.metrics.jsonl import json_text, read_metrics
 from midflight.report.machine import describe_machine
 from midflight.report.runs import plot_runs
-from midflight.run.directory import create_directory, write_whole
+from midflight.run.directory import create_directory, write_atomically
 from midflight.run.evaluation import sampled_accuracy
 from midflight.trainer.checkpoints import checkpoints_in
 
@@ -113,7 +113,7 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
         ],
         "runs": runs,
     }
-    write_whole(out / "compare.json", json_text(result) + "\n")
+    write_atomically(out / "compare.json", json_text(result) + "\n")
     _plot(runs, out, report)
     report(f"written to {out}")
     return result

@@ -82,7 +82,7 @@ def check_output(path: Path | None) -> None:
         raise RunDirectoryError(f"cannot write {path}: it is a directory")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: if the disk is full, the old file stays.
 
     Raises: RunDirectoryError if the file cannot be written.

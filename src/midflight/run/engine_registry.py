@@ -17,7 +17,7 @@ import httpx
 from midflight.config import load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
-from midflight.run.directory import write_whole
+from midflight.run.directory import write_atomically
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -75,7 +75,7 @@ class Registration:
         except OSError as error:
             raise RunDirectoryError(f"cannot write to {self._directory}: {error.strerror}") from error
         self._file = self._directory / f"{name}.json"
-        write_whole(self._file, json.dumps({"url": str(parsed)}) + "\n")
+        write_atomically(self._file, json.dumps({"url": str(parsed)}) + "\n")
 
     def withdraw(self) -> None:
         """Remove this server from the registry."""

@@ -22,7 +22,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
 from midflight.metrics.jsonl import MetricsTail, json_text
 from midflight.report.progress import LiveView, failure_warning
-from midflight.run.directory import write_whole
+from midflight.run.directory import write_atomically
 from midflight.run.evaluation import evaluate_model
 from midflight.run.resuming import prepare_to_resume
 from midflight.run.summary import summarize
@@ -62,7 +62,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
         write_chrome_trace([path for path in spans if path.exists()], run.trace)
         eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
         summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
-        write_whole(run.summary, json_text(summary) + "\n")
+        write_atomically(run.summary, json_text(summary) + "\n")
     if ended_early:
         raise ended_early
     if warning := failure_warning(summary):

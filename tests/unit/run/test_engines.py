@@ -153,11 +153,11 @@ def test_unreachable_servers_are_retried_with_growing_delays(controls: Controls)
 
 def test_failed_weight_transfers_are_retried_with_growing_delays(controls: Controls) -> None:
     """The server can be reached every time, and every transfer fails after a long time."""
-    controls.weight_error, controls.transfer_s = WeightUpdateError("the group did not come together"), 100.0
+    controls.weight_error, controls.transfer_s = WeightUpdateError("the process group could not be set up"), 100.0
     controls.write("one", "http://one:1")
     while len(controls.attempts) < 9:
         controls.discover()
-    why = "engine one could not join: the group did not come together; next attempt in"
+    why = "engine one could not join: the process group could not be set up; next attempt in"
     assert controls.notes == [f"{why} {delay} s" for delay in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
     controls.transfer_s = 0.0
     controls.weight_error = None

@@ -49,7 +49,7 @@ class WorkerContext:
     def should_stop(self) -> bool:
         """Return True if a stop was requested or the supervisor is gone; also advance the heartbeat.
 
-        Every loop calls it in every iteration.
+        Every loop calls it in every iteration, which shows that the process has not hung.
         """
         self.heartbeat.value += 1
         return _stop_requested or self.is_orphan()

@@ -134,7 +134,7 @@ class FileReceiver:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise WeightUpdateError(f"{path} does not name the newest weights: {error}") from error
+            raise WeightUpdateError(f"{path} does not say which weights are the newest: {error}") from error
         return self._newest
 
 

@@ -723,7 +723,7 @@ def test_what_else_may_be_wrong_with_a_redis_stream(redis_server: RedisServer) -
         stream._insert([b"rubbish"])
         with pytest.raises(StreamError, match=r"record 0: not a readable Problem"):
             stream.read(0)
-    with pytest.raises(StreamError, match="no URL of a Redis"):
+    with pytest.raises(StreamError, match="not a Redis URL"):
         open_redis("http://127.0.0.1", "s")
 
 

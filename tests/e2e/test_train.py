@@ -298,5 +298,5 @@ def test_a_directory_that_already_holds_a_run_is_left_alone(tmp_path: Path, refu
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert "already holds a run" in refused("train", RECIPE, f"run.directory={run}")
     line = refused("train", run, "--resume", "batch.batch_size=64")
-    assert "a run goes on with the batch it began with" in line
+    assert "a resumed run keeps its batch" in line
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before

@@ -92,5 +92,5 @@ def test_engines_are_killed_stopped_and_join_while_the_run_goes_on(
         check_none_was_started_anew(saved, batches)
     assert all(run.num_said(f"engine {name} joined with weights of version ") for name in names)
     assert all(run.num_said(f"engine {name} left: ") == 1 for name in names)
-    assert run.num_said(f"engine {names[0]} is not there: ")
+    assert run.num_said(f"engine {names[0]} cannot be reached: ")
     assert run.num_said("rollouts go on elsewhere")

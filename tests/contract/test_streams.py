@@ -717,7 +717,7 @@ def test_redis_stream_errors_name_the_cause(redis_server: RedisServer) -> None:
         stream._insert([b"rubbish"])
         with pytest.raises(StreamError, match=r"record 0: not a readable Problem"):
             stream.read(0)
-    with pytest.raises(StreamError, match="no URL of a Redis"):
+    with pytest.raises(StreamError, match="not a Redis URL"):
         open_redis("http://127.0.0.1", "s")
 
 

@@ -33,7 +33,7 @@ def test_every_stream_type_is_measured() -> None:
     ("arguments", "message"),
     [
         (["--streams", "kafka"], "benchmarks: --streams: there is no 'kafka'; known are sqlite, redis"),
-        (["--streams", "redis", "--redis-url", "http://x"], "no URL of a Redis"),
+        (["--streams", "redis", "--redis-url", "http://x"], "not a Redis URL"),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str) -> None:

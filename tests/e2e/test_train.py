@@ -303,5 +303,5 @@ def test_an_existing_run_directory_is_left_unchanged(tmp_path: Path, refused: Re
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert "already holds a run" in refused("train", RECIPE, f"run.directory={run}")
     line = refused("train", run, "--resume", "batch.batch_size=64")
-    assert "a run goes on with the batch it began with" in line
+    assert "a resumed run keeps its batch" in line
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before

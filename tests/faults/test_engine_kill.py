@@ -90,5 +90,5 @@ def test_a_run_survives_engines_that_die_stop_and_join(tmp_path: Path, monkeypat
         check_saved_rollouts_continued(saved, batches)
     assert all(run.num_said(f"engine {name} joined with weights of version ") for name in names)
     assert all(run.num_said(f"engine {name} left: ") == 1 for name in names)
-    assert run.num_said(f"engine {names[0]} is not there: ")
+    assert run.num_said(f"engine {names[0]} cannot be reached: ")
     assert run.num_said("rollouts go on elsewhere")

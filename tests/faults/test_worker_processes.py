@@ -43,7 +43,7 @@ def test_workers_outlive_the_fork_server(tmp_path: Path) -> None:
         assert all(is_running(pid) for pid in first)
         os.kill(min(first), signal.SIGKILL)
         run.watch_until(lambda: len(run.pids()) == 3)
-        assert [text.split(" ", 2)[2] for text in run.said] == ["process ended; it is started again in 0 s"]
+        assert [text.split(" ", 2)[2] for text in run.said] == ["process ended; restart in 0 s"]
         assert run.weights.exists(), "a worker mistook the fork server for the supervisor"
     assert not any(is_running(pid) for pid in run.pids())
 

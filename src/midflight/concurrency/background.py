@@ -1,4 +1,4 @@
-"""Calls that block, in threads that never keep the process alive."""
+"""Blocking calls in threads that never keep the process alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run_in_background(function: Callable[[], T]) -> Future[T]:
-    """Start the call in a daemon thread of its own; what it returns or raises is the future's."""
+    """Run `function` in a new daemon thread; the future holds its result or exception."""
     future: Future[T] = Future()
     name = getattr(function, "__qualname__", "background")
     threading.Thread(target=_resolve, args=(future, function), name=name, daemon=True).start()
@@ -19,7 +19,7 @@ def run_in_background(function: Callable[[], T]) -> Future[T]:
 
 
 def run_at_once(function: Callable[[], T]) -> Future[T]:
-    """The same for what only this thread may call: the future is done when it is returned."""
+    """Run `function` in this thread; the future is done when it is returned."""
     future: Future[T] = Future()
     _resolve(future, function)
     return future

@@ -1,4 +1,4 @@
-"""How one process wakes another that waits for something in a file they share, without anyone polling."""
+"""Wake-ups between processes: one process changes a shared file and notifies another, without polling."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-WAIT_SLICE_S = 0.2  # a loop that waits looks so often whether it was asked to stop
-_RELOOK_S = 0.2  # nobody waits longer than this without looking again, so a lost ring costs latency and nothing else
+WAIT_SLICE_S = 0.2  # interval at which a waiting loop checks for a request to stop
+_RELOOK_S = 0.2  # longest wait before the caller checks its condition again: a lost wake-up costs only latency
 
 
 def deadline_after(timeout_s: float | None) -> float:
-    """The time of `time.monotonic()` until which to wait; None waits for ever. Units: seconds."""
+    """Deadline of a wait as a time of `time.monotonic()`; infinity for None. Units: seconds."""
     return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 class WakeUp:
-    """A named FIFO: one side rings, another waits. A ring means "look again"; it may be stale or lost, never relied on.
+    """A named FIFO: one process notifies, another waits.
 
-    A notification wakes one of several waiters; the others look again on their own.
-    Raises: OSError if there is something else at `path`, or no FIFO can be made there.
+    A notification means "check again". It may be stale or lost, so waiters also check again at intervals. If several
+    processes wait, a notification wakes one of them.
+    Raises: OSError if `path` is another kind of file, or no FIFO can be created there.
     """
 
     def __init__(self, path: Path) -> None:
         with suppress(FileExistsError):
             os.mkfifo(path, 0o600)
-        # Open for both directions: opening never waits for the other side, and its death is no end of file.
+        # Opened for reading and writing: opening never waits for the other side, whose death causes no end of file.
         self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         if not stat.S_ISFIFO(os.fstat(self._fd).st_mode):
             self.close()
@@ -39,19 +40,19 @@ class WakeUp:
         self._poll.register(self._fd, select.POLLIN)
 
     def notify(self) -> None:
-        with suppress(BlockingIOError):  # full of rings nobody waited for: one more says nothing new
+        with suppress(BlockingIOError):  # the FIFO is full of unread notifications: one more would add nothing
             os.write(self._fd, b"!")
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait for a ring, but not for long: look again if True. False, at once, if the deadline has passed.
+        """Wait briefly for a notification; return True if the caller should check again, False after the deadline.
 
-        Units: `deadline_s` is a time of `time.monotonic()`, in seconds.
+        Units: `deadline_s` is a time of `time.monotonic()` (seconds).
         """
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return False
         if self._poll.poll(1000 * min(left_s, _RELOOK_S)):
-            with suppress(BlockingIOError):  # another that waits took it first
+            with suppress(BlockingIOError):  # another waiting process read it first
                 os.read(self._fd, 1 << 16)
         return True
 

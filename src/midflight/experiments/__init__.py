@@ -1,1 +1,1 @@
-"""Runs that are made to be compared: `midflight compare`."""
+"""Comparison of schedules or losses over several runs: `midflight compare`."""

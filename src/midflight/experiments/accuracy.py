@@ -1,6 +1,6 @@
-"""When a run reached which held-out sampled accuracy, from its checkpoints, evaluated afterwards.
+"""Time until a run reached each level of held-out sampled accuracy, from its checkpoints, evaluated after the run.
 
-The clock is the run's own and includes writing the checkpoints; evaluation is not in it.
+Times are of the run's clock. They include writing the checkpoints, but no evaluation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ LEVELS = (0.8, 0.85, 0.9)
 
 
 def accuracy_figures(checkpoints: Sequence[Path], accuracy: Callable[[Path], float]) -> dict[str, Any]:
-    """`seconds_to_accuracy` and `steps_to_accuracy`: each level, and when a checkpoint first reached it, None if none
-    did; and `final_accuracy`, the newest checkpoint's, None if there is none.
+    """Return `seconds_to_accuracy`, `steps_to_accuracy` and `final_accuracy` of a run.
 
-    `checkpoints` are evaluated in their order up to the first that reaches the highest level; then only the newest.
+    The first two hold, for each level, the clock of the first checkpoint that reached it, or None. `final_accuracy` is
+    the accuracy of the newest checkpoint, or None without checkpoints. `checkpoints` are evaluated in order up to the
+    first that reaches the highest level; after that, only the newest is evaluated.
     Units: seconds; optimizer steps.
     """
     seconds: dict[str, float | None] = {str(level): None for level in LEVELS}

@@ -1,7 +1,7 @@
-"""One recipe under several schedules or losses: same problems, seeds and length, one run after the other, alternating.
+"""Comparison of one recipe under several schedules or losses, with the same problems, seeds and length.
 
-Every run is a `midflight train` in a process of its own. Where generation and training run at the same time each has
-half of the cores; where they take turns each has all of them.
+Runs follow one another; the variants alternate within each seed. Every run is a `midflight train` in a process of its
+own. If generation and training run at the same time, each has half of the cores; if they take turns, each has all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from midflight.launch.build import build_grader, check_recipe
 from midflight.metrics.jsonl import json_text, read_metrics
 from midflight.report.machine import describe_machine
 from midflight.report.runs import plot_runs
-from midflight.run.directory import create_directory, write_whole
+from midflight.run.directory import create_directory, write_atomically
 from midflight.run.evaluation import sampled_accuracy
 from midflight.trainer.checkpoints import checkpoints_in
 
@@ -33,19 +33,19 @@ _LENGTH = "--seconds or --steps"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared, with everything in it checked."""
+    """The checked plan of a comparison."""
 
     recipe_path: Path
     overrides: tuple[str, ...]
     variants: tuple[Variant, ...]
-    recipe: Recipe  # the first variant's; only what all of them share matters
+    recipe: Recipe  # of the first variant; only its parts that all variants share are used
     length: RunLength
     num_seeds: int
-    accuracy_every: int  # optimizer steps between evaluated checkpoints; 0: no evaluation
+    accuracy_every: int  # optimizer steps between evaluated checkpoints; 0 for no evaluation
 
     @property
     def seeds(self) -> list[int]:
-        """The recipe's, and those after it."""
+        """Consecutive seeds, from the recipe's seed on."""
         return [self.recipe.run.seed + number for number in range(self.num_seeds)]
 
 
@@ -58,9 +58,9 @@ def plan_comparison(
     num_seeds: int = 1,
     accuracy_every: int = 0,
 ) -> Comparison:
-    """What would be compared; nothing is started or written.
+    """Check a comparison and return its plan; nothing is started or written.
 
-    Raises: RecipeError or ModelError, whatever any of the runs would end with, and for what cannot be compared.
+    Raises: RecipeError or ModelError if any of the runs could not start, or the variants cannot be compared.
     """
     length.check()
     if num_seeds < 1:
@@ -77,17 +77,18 @@ def plan_comparison(
         recipes.append(recipe)
     if not recipes[0].eval.num_problems:
         accuracy_every = 0
-    ours = {"run.directory": "--out", "trainer.max_seconds": _LENGTH, "trainer.max_steps": _LENGTH}
+    options = {"run.directory": "--out", "trainer.max_seconds": _LENGTH, "trainer.max_steps": _LENGTH}
     if accuracy_every:
-        ours |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
-    check_overrides(overrides, ours, "comparison")
+        options |= dict.fromkeys(("trainer.checkpoint_every", "trainer.keep_checkpoints"), "--accuracy-every")
+    check_overrides(overrides, options, "comparison")
     return Comparison(recipe_path, tuple(overrides), tuple(variants), recipes[0], length, num_seeds, accuracy_every)
 
 
 def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> dict[str, Any]:
-    """What `compare.json` in `out` then says: a row per variant and the runs behind them. Also draws `compare.png`.
+    """Run a comparison; return a row per variant, and the runs behind the rows.
 
-    Raises: RunDirectoryError if `out` holds something or cannot be written; WorkerError if a run fails.
+    The result is also written to `compare.json` in `out`, and drawn to `compare.png`.
+    Raises: RunDirectoryError if `out` is not empty or cannot be written; WorkerError if a run fails.
     """
     out = (out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     create_directory(out)
@@ -95,8 +96,8 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
     runs: list[Figures] = []
     for seed in comparison.seeds:
         for variant in comparison.variants:
-            of_all = f"{len(runs) + 1} of {len(comparison.seeds) * len(comparison.variants)}"
-            report(f"run {of_all}: {variant.text}, seed {seed}")
+            position = f"{len(runs) + 1} of {len(comparison.seeds) * len(comparison.variants)}"
+            report(f"run {position}: {variant.text}, seed {seed}")
             runs.append(_run(comparison, variant, seed, out, report))
     result = {
         "machine": machine,
@@ -112,7 +113,7 @@ def run_comparison(comparison: Comparison, out: Path | None, report: Report) -> 
         ],
         "runs": runs,
     }
-    write_whole(out / "compare.json", json_text(result) + "\n")
+    write_atomically(out / "compare.json", json_text(result) + "\n")
     _plot(runs, out, report)
     report(f"written to {out}")
     return result
@@ -134,7 +135,7 @@ def _run(comparison: Comparison, variant: Variant, seed: int, out: Path, report:
 
 
 def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[str]:
-    """The recipe's changes in one run, the user's first."""
+    """Return the overrides of one run, the user's first."""
     overrides = [
         *comparison.overrides,
         *variant.overrides,
@@ -149,7 +150,7 @@ def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[
 
 
 def _accuracy(comparison: Comparison, directory: Path, report: Report) -> Figures:
-    """Evaluates a run's checkpoints; only the newest is left."""
+    """Evaluate a run's checkpoints and delete all but the newest."""
     if not comparison.accuracy_every:
         return accuracy_figures([], lambda _: 0.0)
     checkpoints = checkpoints_in(RunDirectory(directory).checkpoints)

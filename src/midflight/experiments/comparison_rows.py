@@ -1,4 +1,4 @@
-"""The figures of runs that are compared: of one run, of all seeds of a variant, and all of them as a table."""
+"""Figures of compared runs: of one run, of all seeds of a variant, and of all variants as a table."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _FROM_SUMMARY = (
     "train_wall_s",
     "groups",
 )
-_LABELS = ("schedule", "loss")  # what was compared
-_OF_ONE_RUN = {*_LABELS, "seed", "run_directory", "curve"}
-_SUMMED = {"groups", "dropped"}  # so that they still add up
+_LABELS = ("schedule", "loss")  # the sections that can be compared
+_NOT_COMBINED = {*_LABELS, "seed", "run_directory", "curve"}
+_SUMMED = {"groups", "dropped"}  # medians of these counts would not add up
 _NUM_CURVE_POINTS = 200
 
 
 def run_figures(summary: Figures, lines: Sequence[MetricsLine], accuracy: Figures) -> Figures:
-    """What a row says, of one run: its summary and its metrics.
+    """Return the figures of one run, from its summary and its metrics.
 
-    `accuracy` is what accuracy_figures says; `final_reward` is the mean over the last tenth of the steps.
-    Units: rates are per second of the run's clock; `trained_tokens_per_rollout_s` per second that generation was not
-    waiting for training; `update_pause_s`, `train_wall_s` and `seconds_to_accuracy` are in seconds.
+    `accuracy` is the result of `accuracy_figures`; `final_reward` is the mean over the last tenth of the steps.
+    Units: rates are per second of the run's clock, `trained_tokens_per_rollout_s` per second in which generation did
+    not wait for training; `update_pause_s`, `train_wall_s` and `seconds_to_accuracy` are in seconds.
     """
     wall_s = summary["train_wall_s"]
     return {
@@ -55,7 +55,7 @@ def run_figures(summary: Figures, lines: Sequence[MetricsLine], accuracy: Figure
 
 
 def curve(lines: Sequence[MetricsLine]) -> list[dict[str, float]]:
-    """Reward against seconds and samples: at most 200 means over windows of steps, each placed at its last step."""
+    """Reward over seconds and samples: at most 200 means over windows of steps, each placed at its last step."""
     steps = [line for line in lines if line["reward/mean"] is not None]
     size = max(1, math.ceil(len(steps) / _NUM_CURVE_POINTS))
     windows = [steps[start : start + size] for start in range(0, len(steps), size)]
@@ -70,23 +70,22 @@ def curve(lines: Sequence[MetricsLine]) -> list[dict[str, float]]:
 
 
 def combine_seeds(runs: Sequence[Figures]) -> Figures:
-    """The row of a variant from its runs: medians, but sums where groups are counted.
+    """Combine the runs of a variant into its row: medians, and sums for the counts of groups.
 
-    Figures that a run does not have are left out of a median. A level of accuracy that the median run never reached
-    has None.
+    Medians ignore missing figures. A level of accuracy that the median run never reached is None.
     """
-    figures = [key for key in runs[0] if key not in _OF_ONE_RUN]
-    combined = {key: _combine([run[key] for run in runs], _how(key)) for key in figures}
+    figures = [key for key in runs[0] if key not in _NOT_COMBINED]
+    combined = {key: _combine([run[key] for run in runs], _reduction(key)) for key in figures}
     return {**{key: runs[0][key] for key in _LABELS if key in runs[0]}, **combined}
 
 
 def label(run_or_row: Figures) -> str:
-    """Which variant it is of, as the user typed it."""
+    """Return the variant of a run or row, as the user typed it."""
     return next(str(run_or_row[key]) for key in _LABELS if key in run_or_row)
 
 
 def comparison_table(rows: Sequence[Figures]) -> str:
-    """A column per variant, a line per figure; `-` where there is none."""
+    """Return a table with a column per variant and a line per figure; `-` for a missing figure."""
     return text_table(
         [["", *map(label, rows)], *([title, *(_cell(row, *line) for row in rows)] for title, line in _LINES.items())]
     )
@@ -101,16 +100,16 @@ def _rate(count: float, seconds: float) -> float | None:
     return count / seconds if seconds else None
 
 
-def _how(key: str) -> Callable[[Sequence[Any]], Any]:
+def _reduction(key: str) -> Callable[[Sequence[Any]], Any]:
     if key in _SUMMED:
         return sum
     return _median_reached if key.endswith("_to_accuracy") else _median
 
 
-def _combine(values: Sequence[Any], how: Callable[[Sequence[Any]], Any]) -> Any:
+def _combine(values: Sequence[Any], reduce: Callable[[Sequence[Any]], Any]) -> Any:
     if isinstance(values[0], dict):
-        return {name: _combine([value[name] for value in values], how) for name in values[0]}
-    return how(values)
+        return {name: _combine([value[name] for value in values], reduce) for name in values[0]}
+    return reduce(values)
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -124,7 +123,7 @@ def _median_reached(values: Sequence[float | None]) -> float | None:
 
 
 def _cell(row: Figures, path: str, form: int | str) -> str:
-    """`form`: digits, or "%" of a fraction, or "ms" of seconds."""
+    """Format one figure of a row. `form` is a number of decimals, "%" for fractions, or "ms" for seconds."""
     value: Any = row
     for key in path.split("/"):
         value = value[key]

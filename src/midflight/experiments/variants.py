@@ -1,4 +1,4 @@
-"""What is compared, as a user lists it: `conventional:steps_per_rl_step=4,april` or `grpo,ppo:advantage.type=value`."""
+"""Parser of compared variants: `conventional:steps_per_rl_step=4,april` or `grpo,ppo:advantage.type=value`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from midflight.config import Recipe
 from midflight.config.section import members_of
 from midflight.errors import RecipeError
 
-_OPTIONS = {"schedule": "--schedules", "loss": "--losses"}  # of the command line
+_OPTIONS = {"schedule": "--schedules", "loss": "--losses"}  # the command-line option of each section
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One change of a recipe. `text` is what the user typed, `overrides` what it means for a recipe."""
+    """One change of a recipe: the text that the user typed, and the recipe overrides it stands for."""
 
-    section: str  # whose `type` it is
+    section: str  # the section whose `type` changes
     text: str
     overrides: tuple[str, ...]
 
@@ -26,9 +26,9 @@ class Variant:
 
 
 def parse_variants(section: str, text: str) -> tuple[Variant, ...]:
-    """The types of `section` in a list. Whether there are such types and keys is for the recipe to say.
+    """Parse a comma-separated list of types of `section`. Loading the recipe checks that types and keys exist.
 
-    Raises: RecipeError if one of them is not of the form TYPE[:KEY=VALUE]..., KEY of the section or SECTION.KEY.
+    Raises: RecipeError if an item is not of the form TYPE[:KEY=VALUE]..., with KEY of the section or SECTION.KEY.
     """
     return tuple(_parse(section, part.strip()) for part in text.split(","))
 
@@ -41,7 +41,7 @@ def _parse(section: str, text: str) -> Variant:
     for setting in settings:
         key, equals, value = (part.strip() for part in setting.partition("="))
         key = key if "." in key or not key else f"{section}.{key}"
-        # A second type would start the section afresh, and the row would not say what was run.
+        # A second type would replace the first, and the row would have the wrong label.
         if not (key and equals and value) or key == f"{section}.type":
             raise RecipeError(f"{_OPTIONS[section]}: {setting!r} in {text!r} is not of the form key=value")
         overrides.append(f"{key}={value}")

@@ -1,1 +1,1 @@
-"""What people look at: the live view, tables and plots."""
+"""Output for people: the live view, tables and plots."""

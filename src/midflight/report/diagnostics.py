@@ -1,4 +1,4 @@
-"""How far off-policy the tokens of some runs were: by their lag, by where they stood, and with no lag at all."""
+"""Plot of off-policy diagnostics of runs: by lag, by position in the response, and for tokens without lag."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from midflight.metrics.segments import LAG_EDGES, LAG_LABELS, NUM_POSITIONS
 from midflight.report.plotting import COLORS, load_pyplot, save_figure, style_axis
 from midflight.report.runs import labels_of, smoothed, steps_of
 
-_MIDDLES = [100 * (index + 0.5) / NUM_POSITIONS for index in range(NUM_POSITIONS)]  # of the tenths, in %
+_MIDDLES = [100 * (index + 0.5) / NUM_POSITIONS for index in range(NUM_POSITIONS)]  # centers of the tenths (%)
 
 
 def plot_diagnostics(directories: Sequence[Path], out: Path) -> None:
-    """ESS by lag, KL by lag, KL by position, and the mismatch of trainer and engine over the run.
+    """Plot ESS by lag, KL by lag, KL by position, and the mismatch of trainer and engine over the run.
 
-    Means over the run's steps, weighted by tokens where lags are told apart.
+    Values are means over the run's steps; values by lag are weighted by tokens.
     Raises: RunDirectoryError if a directory holds no such metrics; MissingExtraError without matplotlib.
     """
     pyplot = load_pyplot()
@@ -60,7 +60,7 @@ def _measured(directory: Path) -> list[MetricsLine]:
 
 
 def _by_position(steps: Sequence[MetricsLine]) -> list[float | None]:
-    """The mean over steps of the KL in each tenth; short responses leave some without tokens."""
+    """Mean over steps of the KL in each tenth of the response; None for a tenth without tokens."""
     columns = zip(*(line["kl/behavior/by_position"] for line in steps), strict=True)
     known = [[value for value in column if value is not None] for column in columns]
     return [sum(values) / len(values) if values else None for values in known]
@@ -71,7 +71,7 @@ def _draw(axis: Any, positions: Sequence[float], values: Sequence[float | None],
 
 
 def _last_known(line: Any) -> float:
-    """The last position of a drawn line that has a value; 0 if none has."""
+    """Return the last position of a drawn line that has a value; 0 if there is none."""
     return max((x for x, y in zip(*line.get_data(), strict=True) if not math.isnan(y)), default=0)
 
 
@@ -80,9 +80,9 @@ def _draw_mismatch(axis: Any, steps: Sequence[MetricsLine], style: dict[str, Any
     if not compared:
         return
     versions = [line["version"] for line in compared]
-    largest = np.array([line["mismatch/max"] for line in compared], np.float64)  # None: NaN
+    largest = np.array([line["mismatch/max"] for line in compared], np.float64)  # None becomes NaN
     axis.plot(versions, largest, ".", alpha=0.5, markersize=4, **style)
-    mean_style = "-" if len(versions) > 1 else "o"  # a line of one point would not be seen
+    mean_style = "-" if len(versions) > 1 else "o"  # a line of one point is invisible
     axis.plot(versions, smoothed([line["mismatch/mean"] for line in compared]), mean_style, linewidth=2, **style)
 
 
@@ -94,5 +94,5 @@ def _explain_mismatch(axis: Any) -> None:
     axis.set_yscale("log")
     axis.plot([], [], ".", color="gray", markersize=6, label="largest of a step")
     axis.plot([], [], "-", color="gray", linewidth=2, label="mean, smoothed")
-    # Above the axes: anywhere inside it could cover a point.
+    # Above the axes: inside, the legend could cover a point.
     axis.legend(handles=axis.lines[-2:], loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

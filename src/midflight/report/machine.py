@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Description of the machine on which a figure was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Processor, cores this process may use, load before the measurement, and the versions that matter."""
+    """Processor, usable cores, current load, and versions of Python, torch and transformers."""
     import torch
     import transformers
 
@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""A plan for people, and for machines."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TITLES = ("engines", "in flight", "training GPUs", "rate", "max lag", "mean lag
 
 
 def plan_text(plan: Plan, time_unit: str) -> str:
-    """Tables: what there is to choose from, and the front by max lag."""
+    """Two tables as text: the named choices, and the Pareto front by max lag."""
     lag = "the paper's figure" if plan.lag == "paper" else "with training, delays and waiting"
     named = {"best": plan.best, "roomier": plan.roomy, "largest gain": plan.largest_gain, "as written": plan.as_written}
     rows: list[list[object]] = [
         ["", *_TITLES, "speed-up"],
-        *([name, *_choice_cells(each)] for name, each in named.items() if each),
+        *([name, *_choice_cells(choice)] for name, choice in named.items() if choice),
     ]
     if plan.one_step_off:
         rows.append(["one-step-off", *_cells(plan.one_step_off, plan.one_step_off.max_lag), "", ""])
@@ -38,7 +38,7 @@ def plan_text(plan: Plan, time_unit: str) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Numbers that are not finite, or not known, are null."""
+    """Return the plan as JSON values. Unknown numbers and numbers that are not finite are null."""
     named = ("best", "roomy", "largest_gain", "as_written")
     values = {
         "lag": plan.lag,
@@ -58,9 +58,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _choice_cells(choice: Choice) -> list[object]:
-    beside = _rate(choice.conventional.rate) if choice.conventional else "-"
+    conventional_rate = _rate(choice.conventional.rate) if choice.conventional else "-"
     speed_up = f"{choice.speed_up:.3f}" if choice.speed_up is not None else "-"
-    return [*_cells(choice.split, choice.max_lag), beside, speed_up]
+    return [*_cells(choice.split, choice.max_lag), conventional_rate, speed_up]
 
 
 def _cells(estimate: Estimate, max_lag: float) -> list[object]:
@@ -75,15 +75,15 @@ def _rate(rate: float) -> str:
 def _crossover_line(plan: Plan) -> str:
     formula = f" ({plan.crossover:.1f} by the formula for low lags)" if plan.crossover is not None else ""
     if plan.first_win is None:
-        return f"the pipeline is nowhere known to be faster than conventional RL at the same max lag{formula}"
+        return f"the pipeline is not known to be faster than conventional RL at any max lag{formula}"
     return f"the pipeline is faster than conventional RL from a max lag of {plan.first_win} on{formula}"
 
 
 def _choice_json(choice: Choice | None) -> dict[str, Any] | None:
     if choice is None:
         return None
-    beside = {"conventional": _estimate_json(choice.conventional), "speed_up": choice.speed_up}
-    return {**asdict(choice.split), "max_lag": choice.max_lag, **beside}
+    comparison = {"conventional": _estimate_json(choice.conventional), "speed_up": choice.speed_up}
+    return {**asdict(choice.split), "max_lag": choice.max_lag, **comparison}
 
 
 def _estimate_json(estimate: Estimate | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a person sees: a live view while a run goes on, and its summary. Presentation only."""
+"""Terminal output of a run: a live view during training, and the summary. Presentation only."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from midflight.metrics.averages import mean_over
 from midflight.metrics.jsonl import MetricsLine
 
 _PLAIN_LINE_EVERY_S = 5.0
-_MANY_FAILED = 0.1  # of the groups that ended
-_NUM_AVERAGED = 20  # steps; single batches are too noisy to read
+_MANY_FAILED = 0.1  # share of the groups that ended
+_NUM_AVERAGED = 20  # steps to average over; single batches are too noisy to read
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 
 
 class LiveView:
-    """The state of a run, redrawn on a terminal; one line every few seconds where there is none."""
+    """The state of a run, redrawn on a terminal. Without a terminal, one line every few seconds."""
 
     def __init__(self, max_steps: int, console: Console) -> None:
         self._max_steps = max_steps
         self._console = console
         self._recent: deque[MetricsLine] = deque(maxlen=_NUM_AVERAGED)
-        self._rewards: list[tuple[int, float]] = []  # version, reward; of the whole run
+        self._rewards: list[tuple[int, float]] = []  # (version, reward) of the whole run
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._next_plain_line = 0.0
 
@@ -52,7 +52,7 @@ class LiveView:
             self._print_plain_line()
 
     def update(self, lines: Sequence[MetricsLine]) -> None:
-        """Take in new metrics lines, of any number; a version seen before replaces what was known since it."""
+        """Add new metrics lines, if any. A version seen before replaces the lines from that version on."""
         for line in lines:
             self._forget_from(line["version"])
             self._recent.append(line)
@@ -67,6 +67,7 @@ class LiveView:
             self._print_plain_line()
 
     def render(self) -> RenderableType:
+        """Return the panel for a terminal."""
         newest = self._recent[-1]
         rewards = [reward for _, reward in self._rewards]
         head = Table.grid(padding=(0, 2))
@@ -110,17 +111,17 @@ class LiveView:
         ]
 
     def _failed(self) -> list[str]:
-        """Groups that failed in the steps that are averaged over; nothing if none did."""
+        """Text about failed groups in the averaged steps; empty if there are none."""
         num_failed = sum(line.get("dropped/failed_groups", 0) for line in self._recent)
         return [f"{num_failed:.0f} groups failed in {len(self._recent)} steps"] if num_failed else []
 
     def _components(self) -> list[str]:
-        """What the environment grades besides the reward."""
+        """Names of the reward components that the environment reports."""
         names = {key.removeprefix("reward/") for line in self._recent for key in line if key.startswith("reward/")}
         return sorted(names - {"mean"})
 
     def _forget_from(self, version: int) -> None:
-        """A run that resumes does the steps after its checkpoint again."""
+        """Drop the lines from `version` on: a resumed run repeats the steps after its checkpoint."""
         while self._recent and self._recent[-1]["version"] >= version:
             self._recent.pop()
         while self._rewards and self._rewards[-1][0] >= version:
@@ -134,7 +135,7 @@ class LiveView:
             f"  generated {self._rate('throughput/generated_tokens_per_s'):,.0f} tok/s"
             f"  trained {self._rate('throughput/trained_tokens_per_s'):,.0f} tok/s"
             f"  lag {self._mean('lag/mean'):.1f} (max {self._max('lag/max'):.0f})  ESS {self._mean('ess'):.4f}"
-            f"  eta {_clock(self._eta_s())}{''.join('  ' + each for each in self._failed())}"
+            f"  eta {_clock(self._eta_s())}{''.join('  ' + text for text in self._failed())}"
         )
         self._console.print(line, highlight=False, soft_wrap=True)
 
@@ -148,7 +149,7 @@ class LiveView:
         return mean_over(self._recent, key, weights=None) or 0.0
 
     def _rate(self, key: str) -> float:
-        """The mean over time, not over steps: a step without a gradient takes a millisecond, at an absurd rate."""
+        """Mean over time, not over steps: a step without a gradient takes a millisecond, at a meaningless rate."""
         return mean_over(self._recent, key, weights="time/step_s") or 0.0
 
     def _max(self, key: str) -> float:
@@ -159,13 +160,13 @@ class LiveView:
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
-    """The summary of a run as a table, on stdout unless told otherwise."""
+    """Print the summary of a run as a table, on stdout by default."""
     console = console or Console()
     table = Table.grid(padding=(0, 3))
     for title, value in _summary_rows(summary):
         table.add_row(Text(title, style="bold"), Text(value))
     console.print(Panel(table, title="done", title_align="left", expand=False), highlight=False)
-    # Outside the panel, so that a long path is never broken or cut.
+    # Outside the panel, so that a long path is never wrapped or cut.
     console.print(summary["run_directory"], soft_wrap=True, highlight=False)
 
 
@@ -192,14 +193,14 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         causes = f"{dropped['filtered']} without signal, {dropped['queue_full']} because of a full queue"
         rows.append(("dropped", causes))
     if summary["restarts"]:
-        rows.append(("processes started again", ", ".join(f"{n} {role}" for role, n in summary["restarts"].items())))
+        rows.append(("process restarts", ", ".join(f"{n} {role}" for role, n in summary["restarts"].items())))
     if summary["skipped_steps"]:
         rows.append(("skipped steps", f"{summary['skipped_steps']} (loss not finite)"))
     return rows
 
 
 def failure_warning(summary: dict[str, Any]) -> str | None:
-    """A line on failed groups if they are more than a tenth of the groups that ended."""
+    """Return a warning if more than a tenth of the ended groups failed, else None."""
     groups = summary["groups"]
     num_ended = groups["trained"] + groups["dropped"] + groups["failed"]
     if groups["failed"] <= _MANY_FAILED * num_ended:
@@ -211,13 +212,13 @@ def failure_warning(summary: dict[str, Any]) -> str | None:
 
 
 def _failures(summary: dict[str, Any]) -> str:
-    """The most frequent reason; a run that began with an older midflight may have none."""
+    """Text with the most frequent reason of failures; a run started with an older midflight may have no reasons."""
     reason, count = next(iter(summary["failures"].items()), ("an unknown reason", summary["groups"]["failed"]))
     return f"most often ({count} of {summary['groups']['failed']}) by {reason}"
 
 
 def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:
-    """Before -> after; either may be empty or, in a run that resumed with another [eval], of other problems."""
+    """Rows of accuracy before and after training. Either may be empty, or of other problems if [eval] changed."""
     newest = after or before
     if not newest:
         return []
@@ -241,7 +242,7 @@ def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:
 
 
 def _lengths(bias: dict[str, Any]) -> str:
-    """Mean lengths of everything generated and of what became of it, and how far training was from all of it."""
+    """Text with mean lengths of generated, trained and dropped responses, and the length bias (KS distance)."""
     means = {kind: bias[f"mean_{kind}"] for kind in ("generated", "trained", "dropped")}
     known = [f"{mean:.1f} {kind}" for kind, mean in means.items() if mean is not None]
     return f"{', '.join(known) or '-'} (mean tokens), bias {_number(bias['ks'])} (KS)"
@@ -261,7 +262,7 @@ def _clock(seconds: float) -> str:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """The whole history in a fixed width, on a scale from 0 to the largest value (at least 1)."""
+    """Draw the whole history in a fixed width, on a scale from 0 to the largest value (at least 1)."""
     if not values:
         return ""
     width = min(_SPARK_WIDTH, len(values))

@@ -1,4 +1,4 @@
-"""Runs side by side: a table of their summaries, and reward against seconds and against samples."""
+"""Comparison of runs: a table of their summaries, and plots of reward over seconds and over samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.report.plotting import COLORS, load_pyplot, save_figure, style_axis
 from midflight.report.text_table import text_table
 
-_SMOOTHED_OVER = 1 / 12  # of the run
+_SMOOTHED_OVER = 1 / 12  # window of the moving average, as a share of the run
 
 
 def run_table(directories: Sequence[Path]) -> str:
-    """One line per run. Raises: RunDirectoryError if a directory holds no summary."""
+    """Return a table with one line per run. Raises: RunDirectoryError if a directory holds no summary."""
     table = [["run", "accuracy", "seconds", "steps", "samples/s", "mean lag", "max lag", "ESS", "dropped"]]
     for directory, label in zip(directories, labels_of(directories), strict=True):
         summary = _summary(directory)
@@ -31,18 +31,18 @@ def run_table(directories: Sequence[Path]) -> str:
 
 
 def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> None:
-    """Reward of the training batches, smoothed over a twelfth of each run, on two axes.
+    """Plot the reward of training batches over seconds and over samples, smoothed over a twelfth of each run.
 
-    `labels` are the runs' schedules unless given; runs with the same label have one color.
+    `labels` default to the runs' schedules; runs with the same label share a color.
     Raises: RunDirectoryError if a directory holds no metrics; MissingExtraError without matplotlib.
     """
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     colors: dict[str, str] = {}
-    faint = min(0.12, 0.5 / len(directories))  # the single steps of many runs would hide the curves
+    faint = min(0.12, 0.5 / len(directories))  # the points of many runs would hide the curves
     for directory, label in zip(directories, labels or labels_of(directories), strict=True):
         metrics = steps_of(directory)
-        shown_label = "_" if label in colors else label  # matplotlib leaves such a line out of the legend
+        shown_label = "_" if label in colors else label  # matplotlib omits "_" from the legend
         color = colors.setdefault(label, COLORS[len(colors) % len(COLORS)])
         rewards = [line["reward/mean"] for line in metrics]
         for axis, key in zip(axes, ("wall_s", "samples"), strict=True):
@@ -60,23 +60,24 @@ def plot_runs(directories: Sequence[Path], out: Path, labels: Sequence[str] | No
 def _summary(directory: Path) -> dict[str, Any]:
     path = RunDirectory(directory).summary
     if not path.is_file():
-        raise RunDirectoryError(f"{directory} holds no summary: no run has ended there")
+        raise RunDirectoryError(f"{directory} holds no {path.name}: no run has finished there")
     summary: dict[str, Any] = json.loads(path.read_text())
     return summary
 
 
 def _dropped(summary: dict[str, Any]) -> str:
-    """How many groups were left out of training, and whether those were the long ones."""
+    """Text with the number of dropped groups, their mean length and the length bias; "-" without dropped groups."""
     num_groups, bias = sum(summary["dropped"].values()), summary["length_bias"]
     if not num_groups:
         return "-"
-    if bias["mean_dropped"] is None or bias["ks"] is None:  # all of them after the last step
+    if bias["mean_dropped"] is None or bias["ks"] is None:  # all groups were dropped after the last step
         return f"{num_groups} groups"
     lengths = f"mean length {bias['mean_dropped']:.1f} of {bias['mean_generated']:.1f} generated"
     return f"{num_groups} groups, {lengths}, KS {bias['ks']:.3f}"
 
 
 def steps_of(directory: Path) -> list[MetricsLine]:
+    """Return the metrics lines with a reward. Raises: RunDirectoryError if there is none."""
     path = RunDirectory(directory).metrics
     lines = read_metrics(path) if path.is_file() else []
     steps = [line for line in lines if line["reward/mean"] is not None]
@@ -86,7 +87,7 @@ def steps_of(directory: Path) -> list[MetricsLine]:
 
 
 def labels_of(directories: Sequence[Path]) -> list[str]:
-    """What each run is called; runs of one schedule are told apart by their directories."""
+    """Return the label of each run: its schedule, and its directory if several runs have the same schedule."""
     labels = [_label(directory) for directory in directories]
     return [
         f"{label} ({directory.name})" if labels.count(label) > 1 else label
@@ -95,7 +96,7 @@ def labels_of(directories: Sequence[Path]) -> list[str]:
 
 
 def _label(directory: Path) -> str:
-    """The schedule and what it was set to."""
+    """Return the schedule's name and its main settings."""
     path = RunDirectory(directory).config
     if not path.is_file():
         raise RunDirectoryError(f"{directory} holds no run: there is no {path.name} in it")
@@ -115,7 +116,7 @@ def _label(directory: Path) -> str:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """A centered moving average; the window shrinks at both ends."""
+    """Return the centered moving average; the window shrinks at both ends."""
     reach = max(1, round(len(values) * _SMOOTHED_OVER / 2))
     windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

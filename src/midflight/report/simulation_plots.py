@@ -1,4 +1,4 @@
-"""Plots of what the formulas and the simulator say."""
+"""Plots of results of the formulas and the simulator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midflight.sim.simulator.result import NUM_POSITIONS, SimulationResult
 
 
 def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
-    """Rate by max lag of the pipeline and of conventional RL, and how many times as fast that is.
+    """Plot, by max lag, the rates of the pipeline and of conventional RL, and the speed-up.
 
     Raises: MissingExtraError without matplotlib.
     Source: PipelineRL, fig. 9.
@@ -35,12 +35,12 @@ def plot_plan(plan: Plan, time_unit: str, out: Path) -> None:
 
 
 def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> None:
-    """U(h) of one engine, by what the table is of. Raises: MissingExtraError without matplotlib."""
+    """Plot U(h) of one engine, one curve per label. Raises: MissingExtraError without matplotlib."""
     pyplot = load_pyplot()
     figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for (label, table), color in zip(tables.items(), COLORS, strict=False):
-        between = np.arange(1, table.sizes[-1] + 1)
-        axis.plot(between, rates(table, between), color=color, linewidth=2, label=label)
+        sizes = np.arange(1, table.sizes[-1] + 1)
+        axis.plot(sizes, rates(table, sizes), color=color, linewidth=2, label=label)
         axis.plot(table.sizes, table.rates, "o", color=color)
     title = f"sampled tokens per {time_unit}"
     axis.set(xlabel="sequences in flight", ylabel=title, xlim=(0, None), ylim=(0, None))
@@ -50,7 +50,7 @@ def plot_rates(tables: Mapping[str, RateTable], time_unit: str, out: Path) -> No
 
 
 def plot_result(result: SimulationResult, time_unit: str, out: Path) -> None:
-    """Of a simulated run: each batch's mean and max lag, lag by position in a response, and tokens per time.
+    """Plot a simulated run: mean and max lag of each batch, lag by position in a response, and tokens over time.
 
     Raises: MissingExtraError without matplotlib.
     """

@@ -1,4 +1,4 @@
-"""A simulated run for people, and for machines."""
+"""A simulated run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from midflight.sim.simulator.result import SimulationResult, TrainedBatch
 
 
 def simulation_text(result: SimulationResult, estimate: Estimate | None, time_unit: str) -> str:
-    """What was simulated, and what the formulas say about it, if they do."""
-    figures, formulas = result.figures(), _of_formulas(estimate)
+    """Return a table of the simulated figures beside the figures of the formulas, if there is an estimate."""
+    figures, formulas = result.figures(), _formula_figures(estimate)
     rows = [["", "simulated", "formulas"]]
     for name, label in _LABELS.items():
         rows.append([label.format(unit=time_unit), _number(figures[name]), _number(formulas.get(name))])
@@ -21,10 +21,10 @@ def simulation_text(result: SimulationResult, estimate: Estimate | None, time_un
 
 
 def simulation_json(result: SimulationResult, estimate: Estimate | None, with_rollouts: bool = False) -> dict[str, Any]:
-    """Numbers that are not finite are null."""
+    """Return the simulated run as JSON values. Numbers that are not finite are null."""
     values: dict[str, Any] = {
         "figures": result.figures(),
-        "formulas": _of_formulas(estimate) or None,
+        "formulas": _formula_figures(estimate) or None,
         "batches": [_batch_json(batch, with_rollouts) for batch in result.measured],
     }
     return cast(dict[str, Any], finite(values))
@@ -49,8 +49,8 @@ def _batch_json(batch: TrainedBatch, with_rollouts: bool) -> dict[str, Any]:
     return values
 
 
-def _of_formulas(estimate: Estimate | None) -> dict[str, float]:
-    """Under the names of the figures."""
+def _formula_figures(estimate: Estimate | None) -> dict[str, float]:
+    """Figures of the formulas, under the names of the simulated figures."""
     if estimate is None:
         return {}
     return {

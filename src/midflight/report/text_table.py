@@ -6,7 +6,10 @@ from collections.abc import Collection, Sequence
 
 
 def text_table(rows: Sequence[Sequence[object]], left: Collection[int] = (0,)) -> str:
-    """Lines of cells, each column as wide as its widest cell; columns in `left` begin at the left, others end right."""
+    """Return lines of cells; each column is as wide as its widest cell.
+
+    Columns in `left` are left-aligned, all others right-aligned.
+    """
     table = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Run directories: made for a new run, opened for one that goes on."""
+"""Run directories: created for a new run, opened to resume a run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from midflight.config import Recipe, dump_toml, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
 
-# What may differ when a run goes on; the rest decides which problems and batches there are.
+# Sections and keys that may change when a run is resumed. All others determine its problems and batches.
 _RESUMABLE = {"trainer", "metrics", "supervisor", "engine", "eval", "preprocess.threads"}
-_FIXED = {"trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets"}  # what checkpoints hold depends on them
+_FIXED = {"trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets"}  # they determine the checkpoints' contents
 
 
 def create_run(recipe: Recipe) -> RunDirectory:
-    """A new run directory with the resolved recipe in it.
+    """Create a run directory with the resolved recipe in it.
 
-    Raises: RunDirectoryError if the directory already holds something.
+    Raises: RunDirectoryError if the directory exists and is not empty, or cannot be written.
     """
     path = recipe.run.directory or Path("runs") / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = path.resolve()
     run = RunDirectory(path)
     if run.config.exists():
         raise RunDirectoryError(
-            f"{path} already holds a run; `midflight train {path} --resume` goes on with it, another run.directory"
-            " starts a new one"
+            f"{path} already holds a run; resume it with `midflight train {path} --resume`, or start a new run in"
+            " another run.directory"
         )
     create_directory(path)
     try:
@@ -40,9 +40,9 @@ def create_run(recipe: Recipe) -> RunDirectory:
 
 
 def create_directory(path: Path) -> None:
-    """Create a directory, unless it is there and empty.
+    """Create a directory; an empty directory may exist already.
 
-    Raises: RunDirectoryError if something is there, or it cannot be created.
+    Raises: RunDirectoryError if the path exists and is not an empty directory, or the directory cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -56,9 +56,9 @@ def create_directory(path: Path) -> None:
 
 
 def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
-    """An existing run and its recipe.
+    """Open an existing run; return it and its recipe with the overrides.
 
-    Raises: RunDirectoryError if it is no run; RecipeError for an override that would make it a different run.
+    Raises: RunDirectoryError if the directory holds no run; RecipeError for an override of a key that may not change.
     """
     run = RunDirectory(path.resolve())
     if not run.config.is_file():
@@ -67,27 +67,25 @@ def open_run(path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
         key = override.partition("=")[0].strip()
         section = key.partition(".")[0]
         if key in _FIXED:
-            raise RecipeError(f"override {override}: a run goes on with the {key} it began with")
+            raise RecipeError(f"override {override}: a resumed run keeps its {key}; start a new run to change it")
         if not {section, key} & _RESUMABLE:
             allowed = ", ".join(sorted(_RESUMABLE))
-            raise RecipeError(
-                f"override {override}: a run goes on with the {section} it began with; only {allowed} may change"
-            )
+            raise RecipeError(f"override {override}: a resumed run keeps its {section}; only {allowed} may change")
     return run, load_recipe(run.config, overrides)
 
 
 def check_output(path: Path | None) -> None:
-    """Whether a file can be written there, before the work that it is of. Raises: RunDirectoryError."""
+    """Check, before the work starts, that an output file can be created. Raises: RunDirectoryError if not."""
     if path is not None and not path.parent.is_dir():
         raise RunDirectoryError(f"cannot write {path}: there is no directory {path.parent}")
     if path is not None and path.is_dir():
         raise RunDirectoryError(f"cannot write {path}: it is a directory")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file at once, so that a full disk leaves the old one.
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: if the disk is full, the old file stays.
 
-    Raises: RunDirectoryError if it cannot be written.
+    Raises: RunDirectoryError if the file cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -1,7 +1,7 @@
-"""RUN/engines: which servers generate for a run. Each has a file NAME.json there, {"url": "http://..."}.
+"""Registry of the servers that generate for a run: one file RUN/engines/NAME.json each, {"url": "http://..."}.
 
-A server writes its file when it is ready and removes it when it stops; one that was killed leaves it behind. Files that
-people write do as well.
+A server writes its file when it is ready and removes it when it stops; a killed server leaves its file behind. Files
+written by hand work as well.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import httpx
 from midflight.config import load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
-from midflight.run.directory import write_whole
+from midflight.run.directory import write_atomically
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`written_at`: when the file was; the same server started again has written another."""
+    """A server in the registry. A restarted server writes its file again, so `written_at` changes."""
 
     url: str
-    written_at: int  # ns
+    written_at: int  # modification time of the file (ns since the epoch)
 
 
 def read_entries(directory: Path) -> dict[str, Entry | None]:
-    """The servers by the names of their files; None for a file that names none."""
+    """Return the servers by file name without suffix; None for a file without a valid entry."""
     entries: dict[str, Entry | None] = {}
     for path in sorted(directory.glob("*.json")):
         try:
             written_at = path.stat().st_mtime_ns
             entries[path.stem] = Entry(json.loads(path.read_text())["url"].rstrip("/"), written_at)
-        except FileNotFoundError:  # removed this moment
+        except FileNotFoundError:  # removed since the directory was listed
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             entries[path.stem] = None
@@ -45,25 +45,27 @@ def read_entries(directory: Path) -> dict[str, Entry | None]:
 
 
 class Registration:
-    """A server's end.
+    """The registration of one server with a run.
 
-    Raises: RunDirectoryError, RecipeError if there is no run to join.
+    Raises: RunDirectoryError if the directory holds no run; RecipeError if the run does not use servers.
     """
 
     def __init__(self, run_directory: Path) -> None:
         run = RunDirectory(run_directory.resolve())
         if not run.config.is_file():
             raise RunDirectoryError(
-                f"--join {run_directory}: it holds no run; `midflight train RECIPE engine.type=http"
-                f" run.directory={run_directory}` starts one"
+                f"--join {run_directory}: the directory holds no run; start one with `midflight train RECIPE"
+                f" engine.type=http run.directory={run_directory}`"
             )
         if load_recipe(run.config).engine.type != "http":
-            raise RecipeError(f"--join {run_directory}: the run generates by itself; engine.type = 'http' would work")
+            raise RecipeError(
+                f"--join {run_directory}: the run has an engine of its own; engine.type = 'http' would work"
+            )
         self._directory = run.engines
         self._file: Path | None = None
 
     def enter(self, url: str) -> None:
-        """Say that this server is ready, at an address that other machines can reach if it listens on all."""
+        """Register this server as ready. If it listens on all addresses, its host name is registered."""
         parsed = httpx.URL(url)
         if parsed.host in _ANY_ADDRESS:
             parsed = parsed.copy_with(host=socket.gethostname())
@@ -73,10 +75,10 @@ class Registration:
         except OSError as error:
             raise RunDirectoryError(f"cannot write to {self._directory}: {error.strerror}") from error
         self._file = self._directory / f"{name}.json"
-        write_whole(self._file, json.dumps({"url": str(parsed)}) + "\n")
+        write_atomically(self._file, json.dumps({"url": str(parsed)}) + "\n")
 
     def withdraw(self) -> None:
-        """Say that this server stops."""
+        """Remove this server from the registry."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             self._file = None

@@ -1,7 +1,7 @@
-"""The servers that a run generates on: found in the run's registry, connected, tried again when they are lost.
+"""The servers that generate for a run: found in the run's registry, connected, and retried when they are lost.
 
 consumes       the files of the registry, about once a second
-waits for      nothing; connections are made in threads of their own
+waits for      nothing; connections are opened in background threads
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from midflight.types import GenerationRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOOK_S = 1.0
-# Between two attempts to connect: doubled each time, from the first to the last.
+LOOK_S = 1.0  # interval between two reads of the registry
+# First and last delay between two attempts to connect; the delay doubles after each failure.
 BACKOFF_S = (1.0, 60.0)
-# Between two questions whether a server is still there: one that hangs says nothing by itself.
+# Interval between two probes of a server: a server that hangs reports no error by itself.
 PROBE_S = 10.0
-# For an answer, and for each bucket of weights; an engine that hangs may hold up the run for as long, once.
+# Timeout of an HTTP answer, and of each bucket of weights. A hanging engine can block the run once for this long.
 _ANSWER_TIMEOUT_S = 30.0
 
 Connect = Callable[[str, threading.Event], HTTPGenerator]
@@ -49,20 +49,20 @@ Connect = Callable[[str, threading.Event], HTTPGenerator]
 def open_generator(
     recipe: Recipe, run: RunDirectory, version: int, weights: Mapping[str, Tensor], note: Callable[[str], object]
 ) -> AbstractContextManager[Generator]:
-    """What generates for a run: an engine in this process, or the servers that join. `note` is for the user."""
+    """Open the generator of a run: an engine in this process, or a pool of servers. `note` gets lines for the user."""
     if isinstance(recipe.engine, HttpEngineConfig):
         return _pool(recipe, recipe.engine, run, version, weights, note)
     config, max_num_seqs = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
     return nullcontext(build_engine(recipe, config, weights, max_num_seqs=max_num_seqs, version=version))
 
 
-def has_engine(generator: Generator, timeout_s: float) -> bool:
-    """Wait for the first server of a pool; whether there is one."""
+def wait_for_engine(generator: Generator, timeout_s: float) -> bool:
+    """Wait for the first server of a pool; return False after the timeout. An engine in this process needs no wait."""
     return not isinstance(generator, EnginePool) or generator.wait_for_member(timeout_s)
 
 
-def is_settled(generator: Generator) -> bool:
-    """Step while nothing is in flight; whether no engine is still at weights it was given."""
+def advance_idle(generator: Generator) -> bool:
+    """Step a generator with nothing in flight; return True once no engine has a weight update pending."""
     generator.step()
     return not generator.update_pending
 
@@ -94,7 +94,10 @@ def _pool(
 
 
 def connect(recipe: Recipe, url: str, ended: threading.Event) -> HTTPGenerator:
-    """Raises: GenerationLostError if the server cannot be reached; ModelError if it cannot do what the run needs."""
+    """Connect to a server.
+
+    Raises: GenerationLostError if the server cannot be reached; ModelError if its model or limits do not fit the run.
+    """
     generator = HTTPGenerator(url, admin_token=os.environ.get(TOKEN_VARIABLE), timeout_s=_ANSWER_TIMEOUT_S, ended=ended)
     try:
         _check_fits(recipe, generator)
@@ -106,7 +109,7 @@ def connect(recipe: Recipe, url: str, ended: threading.Event) -> HTTPGenerator:
 
 @dataclass(slots=True)
 class _Candidate:
-    """One server of the registry."""
+    """A server of the registry, and the state of its connection."""
 
     entry: Entry
     attempt: Future[HTTPGenerator] | None = None
@@ -123,7 +126,7 @@ class _Probe:
 
 
 class Servers:
-    """Brings the members of a pool in line with a registry."""
+    """Keeps the members of a pool in line with a registry."""
 
     def __init__(
         self,
@@ -133,23 +136,23 @@ class Servers:
         note: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ended`: for the generators that are made."""
+        """Start with no servers. `ended` is passed to every generator that is created."""
         self._directory, self._connect, self._ended, self._note = directory, connect, ended, note
         self._clock = clock
         self._candidates: dict[str, _Candidate] = {}
         self._probes: dict[str, _Probe] = {}
-        self._said: dict[str, str] = {}
+        self._last_logged: dict[str, str] = {}
         self._next_look_s = -math.inf
 
     def discover(self, pool: EnginePool) -> None:
-        """Let servers join and leave the pool. Cheap: most calls only see whether a connection has come about."""
+        """Let servers join and leave the pool. Cheap: most calls only check the connections being opened."""
         now_s = self._clock()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             self._read_registry(pool)
         for name, candidate in self._candidates.items():
             if name not in pool.names:
-                self._pursue(name, candidate, pool, now_s)
+                self._advance_attempt(name, candidate, pool, now_s)
             elif pool.has_served(name):
                 candidate.delay_s = BACKOFF_S[0]
         for name, probe in list(self._probes.items()):
@@ -159,22 +162,22 @@ class Servers:
                 del self._probes[name]
 
     def log(self, name: str, text: str) -> None:
-        """To the user, unless it is what was said last about this server."""
-        if self._said.get(name) != text:
-            self._said[name] = text
+        """Tell the user about a server, unless the last line about this server was the same."""
+        if self._last_logged.get(name) != text:
+            self._last_logged[name] = text
             self._note(f"engine {name} {text}")
 
     def left(self, name: str, text: str) -> None:
-        """Say that a member has left, and when it is tried again."""
+        """Tell the user that a member has left, and when the next attempt to connect is."""
         candidate = self._candidates.get(name)
-        if candidate is None or not candidate.is_member:  # taken out of the registry, or started again
+        if candidate is None or not candidate.is_member:  # removed from the registry, or restarted
             self.log(name, text)
             return
         candidate.is_member = False
-        self._put_off(name, candidate, text)
+        self._retry_later(name, candidate, text)
 
-    def _put_off(self, name: str, candidate: _Candidate, why: str) -> None:
-        self._said.pop(name, None)  # each attempt is said
+    def _retry_later(self, name: str, candidate: _Candidate, why: str) -> None:
+        self._last_logged.pop(name, None)  # so that every failed attempt is logged
         self.log(name, f"{why}; next attempt in {candidate.delay_s:g} s")
         candidate.retry_at_s = self._clock() + candidate.delay_s
         candidate.delay_s = min(BACKOFF_S[1], 2 * candidate.delay_s)
@@ -184,7 +187,7 @@ class Servers:
         for name, candidate in list(self._candidates.items()):
             if entries.get(name) != candidate.entry:
                 del self._candidates[name]
-                pool.leave(name, "it was started again" if entries.get(name) else "it was taken out of the registry")
+                pool.leave(name, "it was restarted" if entries.get(name) else "it was removed from the registry")
                 if candidate.attempt is not None:
                     candidate.attempt.add_done_callback(_close_result)
         for name, entry in entries.items():
@@ -193,7 +196,7 @@ class Servers:
             elif name not in self._candidates:
                 self._candidates[name] = _Candidate(entry)
 
-    def _pursue(self, name: str, candidate: _Candidate, pool: EnginePool, now_s: float) -> None:
+    def _advance_attempt(self, name: str, candidate: _Candidate, pool: EnginePool, now_s: float) -> None:
         if candidate.attempt is None:
             if now_s >= candidate.retry_at_s:
                 candidate.attempt = run_in_background(
@@ -201,9 +204,9 @@ class Servers:
                 )
         elif candidate.attempt.done():
             attempt, candidate.attempt = candidate.attempt, None
-            self._take(name, candidate, attempt, pool, now_s)
+            self._finish_attempt(name, candidate, attempt, pool, now_s)
 
-    def _take(
+    def _finish_attempt(
         self, name: str, candidate: _Candidate, attempt: Future[HTTPGenerator], pool: EnginePool, now_s: float
     ) -> None:
         try:
@@ -212,7 +215,7 @@ class Servers:
             self.log(name, f"is left out: {error}")
             candidate.retry_at_s = math.inf
         except MidflightError as error:
-            self._put_off(name, candidate, f"is not there: {error}")
+            self._retry_later(name, candidate, f"cannot be reached: {error}")
         else:
             candidate.is_member = True
             self._probes[name] = _Probe(generator, now_s + PROBE_S)
@@ -221,7 +224,7 @@ class Servers:
     def _continue_probe(self, name: str, probe: _Probe, pool: EnginePool, now_s: float) -> None:
         if probe.answer is None:
             if now_s >= probe.due_s:
-                probe.answer = run_in_background(functools.partial(_ask, probe.generator))
+                probe.answer = run_in_background(functools.partial(_read_version, probe.generator))
         elif probe.answer.done():
             error, probe.answer = probe.answer.exception(), None
             probe.due_s = now_s + PROBE_S
@@ -229,7 +232,7 @@ class Servers:
                 pool.lose(name, str(error))
 
 
-def _ask(generator: HTTPGenerator) -> int:
+def _read_version(generator: HTTPGenerator) -> int:
     return generator.weight_version
 
 
@@ -254,7 +257,7 @@ def _check_fits(recipe: Recipe, generator: HTTPGenerator) -> None:
 
 
 def _check(recipe: Recipe, request: GenerationRequest) -> None:
-    """Raises: RequestError for a prompt that no server has to take."""
+    """Check the prompt of a request. Raises: RequestError if it is empty or longer than the recipe allows."""
     num_tokens, longest = len(request.prompt_token_ids), recipe.engine.max_prompt_tokens
     if request.first_position:
         longest = recipe.max_length - request.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""Evaluate a model directory with a recipe's task: the engine, all cores, held-out problems."""
+"""Evaluation of a model directory on held-out problems of a recipe's task, with the engine on all cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from midflight.protocols import Grader
 
 
 def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
-    """Raises: ModelError if the directory holds no model the engine can run."""
+    """Evaluate a model directory, sampled and greedy.
+
+    Raises: ModelError if the directory holds no model that the engine can run.
+    """
     with build_grader(recipe) as grader:
         evaluator = _evaluator(recipe, path, grader)
         return evaluate(
@@ -29,7 +32,10 @@ def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
 
 
 def sampled_accuracy(recipe: Recipe, path: Path, grader: Grader) -> float:
-    """As in `evaluate_model`, and nothing else; NaN without problems. The grader is the caller's, for many models."""
+    """Return only the sampled accuracy of `evaluate_model`; NaN without problems.
+
+    The caller passes the grader, so that several models can share one.
+    """
     evaluator = _evaluator(recipe, path, grader)
     problems = evaluator.environment.held_out_problems(recipe.eval.num_problems)
     accuracy = mean_or_none(evaluator.answers(problems, build_sampling(recipe, path, evaluator.tokenizer)).rewards)

@@ -1,7 +1,7 @@
-"""A run on one machine: evaluate, start the workers, watch, stop them, evaluate, sum up.
+"""A run on one machine: evaluate, start the workers, watch them, stop them, evaluate, summarize.
 
 waits for      a message or the end of a worker; Ctrl-C
-unblocked by   either; the view is refreshed every REFRESH_S
+unblocked by   any of them; the view is refreshed every REFRESH_S
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
 from midflight.metrics.jsonl import MetricsTail, json_text
 from midflight.report.progress import LiveView, failure_warning
-from midflight.run.directory import write_whole
+from midflight.run.directory import write_atomically
 from midflight.run.evaluation import evaluate_model
 from midflight.run.resuming import prepare_to_resume
 from midflight.run.summary import summarize
@@ -35,15 +35,15 @@ REFRESH_S = 0.25
 
 
 class InterruptedRunError(MidflightError):
-    """The user stopped the run; it can go on later."""
+    """The user stopped the run, which can be resumed."""
 
     exit_code = 130
 
 
 def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, Any]:
-    """Train to the end of the recipe; the summary, which is also written to the run directory.
+    """Train to the end of the recipe; return the summary, which is also written to the run directory.
 
-    Raises: WorkerError or what a worker reported; InterruptedRunError after Ctrl-C, with a checkpoint written.
+    Raises: WorkerError; the error that a worker reported; InterruptedRunError after Ctrl-C, with a checkpoint written.
     """
     ended_early: MidflightError | None = None
     say = functools.partial(console.print, soft_wrap=True)
@@ -59,10 +59,10 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
         except MidflightError as error:
             ended_early = error
         spans = [run.spans(role) for role in worker_bodies(recipe)]
-        write_chrome_trace([each for each in spans if each.exists()], run.trace)
+        write_chrome_trace([path for path in spans if path.exists()], run.trace)
         eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
         summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
-        write_whole(run.summary, json_text(summary) + "\n")
+        write_atomically(run.summary, json_text(summary) + "\n")
     if ended_early:
         raise ended_early
     if warning := failure_warning(summary):
@@ -71,7 +71,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
 
 
 def _previous_summary(run: RunDirectory) -> dict[str, Any]:
-    """Of when this run was interrupted; empty if it was not."""
+    """Return the summary that the interrupted run left; empty if there is none."""
     if not run.summary.exists():
         return {}
     summary: dict[str, Any] = json.loads(run.summary.read_text())
@@ -104,7 +104,7 @@ def _train(
                     supervisor.watch(REFRESH_S)
                     refresh()
                     if interrupts:
-                        raise InterruptedRunError(f"stopped; go on with: midflight train {run.path} --resume")
+                        raise InterruptedRunError(f"stopped; to resume: midflight train {run.path} --resume")
         finally:
             supervisor.stop()
             refresh()
@@ -113,7 +113,7 @@ def _train(
 
 @contextlib.contextmanager
 def _weights_directory(run: RunDirectory) -> Iterator[Path]:
-    """A place for the shared weights: in memory where the system has such a directory."""
+    """Create a temporary directory for the shared weights, in memory if the system has /dev/shm."""
     shared_memory = Path("/dev/shm")
     parent = shared_memory if shared_memory.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="midflight-", dir=parent) as directory:
@@ -125,13 +125,14 @@ def _weights_directory(run: RunDirectory) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C, and the SIGTERM of a cluster, which means the same; noted, as an exception could come while a process is
-    being started and leave it unwatched.
+    """Collect Ctrl-C and SIGTERM (sent by clusters) in a list instead of raising.
+
+    An exception could arrive while a process is being started, and leave that process without a supervisor.
     """
     noted: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as in the background of a script
+        if handler is not signal.SIG_IGN:  # a script's background job ignores Ctrl-C
             signal.signal(number, lambda number, _: noted.append(number))
     try:
         yield noted

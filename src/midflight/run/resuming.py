@@ -1,4 +1,4 @@
-"""Going on with a run: what its processes left must fit together, and fit the recipe."""
+"""Resuming a run: the files that its processes left must fit together, and fit the recipe."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from midflight.types import ActorCheckpoint, ActorState, Rollout, RolloutStatus,
 
 
 def prepare_to_resume(run: RunDirectory, recipe: Recipe, report: Callable[[str], None]) -> None:
-    """Before any process is started: put damaged checkpoints aside, and streams that lost their ends where they belong.
+    """Set damaged checkpoints aside and repair streams that lost their ends, before any process is started.
 
-    A loss of power may take records of one stream that others have gone past. Then it goes on where the next stage
-    does. Groups that were in batches which nobody has any more, and were not trained on, are open again.
+    After a power failure, a stream may lack records that a later stage has processed. Such a stream continues at the
+    position of the later stage. Groups of lost batches that were not trained on are open again.
     Raises: ModelError if the newest checkpoint is of another model; RunDirectoryError if a stream cannot be used;
-    CheckpointError if no checkpoint is whole.
+    CheckpointError if every checkpoint is damaged.
     """
-    passed = 0
+    processed = 0
     if checkpoint := newest_whole_checkpoint(run.checkpoints, report):
         check_same_model(checkpoint, recipe.model.path)
-        passed = load_state(checkpoint).version
+        processed = load_state(checkpoint).version
     try:
         for name, stream in _streams(run, recipe):
             with contextlib.closing(stream):
                 end = stream.next_offset()
-                if not _goes_on_at(stream, passed):
-                    report(f"the stream of {name} has lost records around {passed}; it goes on there")
-                    stream.skip_to(passed)
-                    end = passed
-                passed = end
+                if not _can_continue_at(stream, processed):
+                    report(f"the stream of {name} has lost records around {processed}; it continues there")
+                    stream.skip_to(processed)
+                    end = processed
+                processed = end
     except StreamError as error:
         raise RunDirectoryError(str(error)) from error
 
 
-def _goes_on_at(stream: Stream[Any], offset: int) -> bool:
-    """Whether it has this record, or would get it next."""
+def _can_continue_at(stream: Stream[Any], offset: int) -> bool:
+    """Return True if the stream holds the record at `offset`, or would append it next."""
     try:
         return bool(stream.read(offset, timeout_s=0)) or stream.next_offset() == offset
-    except StreamError:  # past its end, or trimmed because what comes after it had it
+    except StreamError:  # past the end, or trimmed because the next stage had processed the record
         return False
 
 
 def actor_checkpoint(run: RunDirectory, recipe: Recipe) -> ActorCheckpoint | None:
-    """Where the actor of this run goes on, or would."""
+    """Checkpoint from which the actor of this run resumes, or would resume; None to start from the beginning."""
     checkpoint = newest_checkpoint(run.checkpoints)
     trained = load_state(checkpoint) if checkpoint else TrainerState()
     with contextlib.ExitStack() as stack:
@@ -67,11 +67,11 @@ def actor_checkpoint(run: RunDirectory, recipe: Recipe) -> ActorCheckpoint | Non
 def restored_actor(
     partials: PartialBuffer, streams: Sequence[Stream[Any]], trained: TrainerState
 ) -> ActorCheckpoint | None:
-    """After the last batch that was handed over, with all rollouts that belong there; `streams` in reverse order.
+    """Return the actor's state after the last batch handed over, with the rollouts of its open groups.
 
-    The buffer is as old as its last save. If a batch was handed over since then, its counts are of before that
-    batch, and the batch itself says what they are; the rollouts of groups that were open then are still good. If a
-    stream lost batches since then, the tokens of versions that came after those batches are cut off.
+    `streams` go from the trainer back to the actor. If a batch was handed over after the last save of the buffer, the
+    state comes from that batch; saved rollouts of groups still open are kept. If a stream lost batches since the save,
+    tokens of weight versions made from the lost batches are cut off.
     """
     saved, num_batches = partials.load(), streams[-1].next_offset()
     if saved and saved.state.num_batches == num_batches:
@@ -80,15 +80,15 @@ def restored_actor(
         return None
     state = _state_after(num_batches, streams, trained)
     still_open = set(state.open_group_ids)
-    rollouts = [each for each in saved.rollouts if each.group_id in still_open] if saved else []
-    return ActorCheckpoint(state, [_cut(each, newest_version=num_batches) for each in rollouts])
+    rollouts = [rollout for rollout in saved.rollouts if rollout.group_id in still_open] if saved else []
+    return ActorCheckpoint(state, [_cut(rollout, newest_version=num_batches) for rollout in rollouts])
 
 
 def _cut(rollout: Rollout, newest_version: int) -> Rollout:
-    """The rollout up to its first token of a newer version: such versions are made again, of other batches."""
+    """Cut the rollout before its first token of a newer version: training makes those versions from other batches."""
     segments: list[Segment] = []
     for segment in rollout.segments:
-        # Versions never fall along a rollout.
+        # Versions never decrease along a rollout.
         num_kept = int(np.count_nonzero(segment.tokens.weight_versions <= newest_version))
         if num_kept or not segment.sampled:
             segments.append(replace(segment, tokens=segment.tokens.part(0, num_kept)))
@@ -105,7 +105,7 @@ def _state_after(num_batches: int, streams: Sequence[Stream[Any]], trained: Trai
     if trained.version == num_batches:
         return trained.actor
     *others, handed_over = streams
-    for stream in others:  # what skipped its lost end has no such record
+    for stream in others:  # a stream that was moved past its lost end has no such record
         if stream.next_offset() == num_batches:
             with contextlib.suppress(StreamError):
                 return _last_record(stream, num_batches)
@@ -118,7 +118,7 @@ def _last_record(stream: Stream[Any], end: int) -> ActorState:
 
 
 def _streams(run: RunDirectory, recipe: Recipe) -> list[tuple[str, Stream[Any]]]:
-    """From the trainer back to the actor."""
+    """Streams and their names, from the trainer back to the actor."""
     streams: list[tuple[str, Stream[Any]]] = [("batches", open_batches(run, recipe))]
     if recipe.preprocess.process == "own":
         streams.append(("groups", open_groups(run, recipe)))

@@ -1,7 +1,7 @@
 """`midflight serve`: one engine behind the HTTP contract, in one process.
 
 waits for      requests; Ctrl-C or SIGTERM
-unblocked by   either; the latter aborts what is in flight, so that every client gets its tokens
+unblocked by   either; a signal aborts the requests in flight, so that every client gets its tokens
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SHUTDOWN_S = 5
 
 
 def serve_model(recipe: Recipe, announce: Callable[[str], object], retire: Callable[[], object]) -> None:
-    """Serve until a signal comes. `announce` gets the URL once requests are taken; then `retire` is called at the end.
+    """Serve until a signal comes. `announce` gets the URL once requests are accepted; `retire` is called at the end.
 
-    Raises: RecipeError if it cannot be served as asked; ModelError; KeyboardInterrupt after Ctrl-C.
+    Raises: RecipeError if the [serve] settings do not work; ModelError; KeyboardInterrupt after Ctrl-C.
     """
     config, path = recipe.serve, recipe.model.path
     admin_token = _admin_token(recipe)
@@ -89,7 +89,7 @@ class _Server(uvicorn.Server):
 
 
 def _admin_token(recipe: Recipe) -> str | None:
-    """Raises: RecipeError if everybody on the network could change the weights."""
+    """Return the admin token, if any. Raises: RecipeError if without one the whole network could change the weights."""
     secret, host = recipe.serve.admin_token, recipe.serve.host
     token = secret.get_secret_value() if secret else os.environ.get(TOKEN_VARIABLE)
     if not token and not _is_loopback(host):
@@ -108,9 +108,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a taken port is known at once.
+    """Open the server socket. Called before the model is loaded, so that a port in use is reported at once.
 
-    Raises: RecipeError.
+    Raises: RecipeError if the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -118,7 +118,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (")[0]
         raise RecipeError(f"cannot listen on {host}:{port}: {reason}; serve.port = 0 picks a free port") from error
-    # Connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol; without it, an
+    # Connections inherit TCP_NODELAY. asyncio sets it only on sockets created with an explicit protocol. Without it, an
     # answer on a kept connection waits 40 ms for the client's delayed acknowledgment.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -1,4 +1,4 @@
-"""`summary.json`: the whole run in one object, put together from what the processes left in the run directory."""
+"""`summary.json`: the whole run in one object, assembled from the files of the run directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """Where every group that was started has gone; `started` is the sum of the others."""
+    """Number of groups by outcome; `started` is the sum of the other counts."""
 
     started: int = 0
     trained: int = 0
@@ -42,13 +42,13 @@ class GroupCounts:
 def summarize(
     run: RunDirectory, recipe: Recipe, eval_before: dict[str, Any] | None, eval_after: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Counts are of the whole run, interruptions included, as of the newest checkpoint."""
+    """Summarize the whole run, including interruptions, as of the newest checkpoint."""
     checkpoint = newest_checkpoint(run.checkpoints)
     trainer = load_state(checkpoint) if checkpoint else TrainerState()
     actor = _actor_state(run, recipe)
     num_waiting_groups = _num_waiting_groups(run, recipe, trainer.version)
     lag = lag_metrics(trainer.lag_histogram)
-    lines = read_metrics(run.metrics) if run.metrics.exists() else []  # it may have failed before its first step
+    lines = read_metrics(run.metrics) if run.metrics.exists() else []  # the run may have failed before its first step
     lines = [line for line in lines if line["version"] <= trainer.version]
     return {
         "run_directory": str(run.path),
@@ -83,25 +83,25 @@ def summarize(
             "filtered": actor.num_filtered_groups if actor else 0,
             "queue_full": actor.num_dropped_groups if actor else 0,
         },
-        # Why groups failed, the most frequent reason first.
+        # Number of failed groups by reason, the most frequent reason first.
         "failures": dict(Counter(actor.failures).most_common()) if actor else {},
         "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
     }
 
 
 def _carried_tokens(lines: Sequence[MetricsLine]) -> float:
-    """Trained tokens of rollouts that were interrupted, from before that."""
+    """Number of trained tokens that were sampled before an interruption of their rollout."""
     return sum((line["carried_token_fraction"] * sum(line["length/by_rollout"]) for line in lines), 0.0)
 
 
 def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:
-    """Of when it was last saved or handed a batch over, whichever was later; None if it never came to either."""
+    """Return the actor's state at its last save or batch handed over, whichever is later; None if there is neither."""
     checkpoint = actor_checkpoint(run, recipe) if run.partials.exists() else None
     return checkpoint.state if checkpoint else None
 
 
 def _num_waiting_groups(run: RunDirectory, recipe: Recipe, trained: int) -> int:
-    """Groups that were handed over and not trained on: in batches, or still to be made into one."""
+    """Number of groups handed over and not yet trained on: in batches, or waiting for preprocessing."""
     if not run.partials.exists():
         return 0
     with contextlib.closing(open_batches(run, recipe)) as batches:
@@ -114,13 +114,16 @@ def _num_waiting_groups(run: RunDirectory, recipe: Recipe, trained: int) -> int:
 
 
 def _records(stream: Stream[Record], from_offset: int) -> list[Record]:
-    """All from `from_offset` on; none if the stream has not come so far."""
+    """Return all records from `from_offset` on; none if the stream ends before it."""
     num_left = stream.next_offset() - from_offset
     return stream.read(from_offset, max_records=num_left, timeout_s=0) if num_left > 0 else []
 
 
 def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_groups: int) -> GroupCounts:
-    """Raises: StreamError if a group is unaccounted for: that would be a defect, and no summary should hide it."""
+    """Count groups by outcome.
+
+    Raises: StreamError if the counts do not add up: this is a defect, and a summary must not hide it.
+    """
     if actor is None:
         return GroupCounts()
     counts = GroupCounts(
@@ -131,5 +134,5 @@ def _group_counts(trainer: TrainerState, actor: ActorState | None, num_waiting_g
         unfinished=len(actor.open_group_ids) + num_waiting_groups,
     )
     if not counts.adds_up():
-        raise StreamError(f"groups are unaccounted for: {counts}")
+        raise StreamError(f"the counts of groups do not add up: {counts}; this is a defect, please report it")
     return counts

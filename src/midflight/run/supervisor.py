@@ -1,10 +1,10 @@
-"""The processes of a run: started together, heard, and started again when they die or hang.
+"""Supervision of a run's processes: start them together, read their messages, restart them when they die or hang.
 
 waits for      a message or the end of a process
-unblocked by   either; heartbeats are looked at in every `watch`
+unblocked by   either; heartbeats are checked in every `watch`
 
-A process is of a role, as `rollout`; the ranks of one role, `trainer`, `trainer-1`, ..., live and die together.
-Processes are forks of a fork server. They outlive it, and it is started again when it is needed.
+A process has a role, such as `rollout`. The ranks of one role, `trainer`, `trainer-1`, ..., are started and killed
+together. Processes are forks of a fork server. They outlive the server, which is restarted when it is needed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from midflight.errors import WorkerError
 from midflight.run.worker_process import WorkerBody, WorkerContext, run_worker
 
 _STOP_TIMEOUT_S = 60.0
-_EXIT_CODE_TIMEOUT_S = 5.0  # the fork server, which knows exit codes, may be stopped
-_UNKNOWN_EXIT_CODE = 255  # of a process that outlived its fork server
+_EXIT_CODE_TIMEOUT_S = 5.0  # the fork server, which reports exit codes, may be stopped
+_UNKNOWN_EXIT_CODE = 255  # exit code of a process that outlived its fork server
 _MAX_BACKOFF_S = 60.0
-# Time in which the supervisor itself did not run, as after Ctrl-Z, is not held against the processes.
+# Longest time that counts as silence per check: the supervisor itself may have been suspended, as by Ctrl-Z.
 _MAX_TICK_S = 1.0
 
 
 def warm_up() -> None:
-    """Start the fork server unless it runs. It imports in the background what workers need.
+    """Start the fork server unless it is running. It imports the modules of the workers in the background.
 
-    The trainer builds its model with transformers' own code, which the process of the supervisor never imports.
+    The trainer builds its model with the code of transformers, which the supervisor's process never imports.
     """
     multiprocessing.set_forkserver_preload(["midflight.run.workers", "transformers.modeling_utils"])
     multiprocessing.forkserver.ensure_running()
@@ -52,7 +52,7 @@ class _Worker:
     def __init__(self, name: str, body: WorkerBody, context: WorkerContext, connection: Connection) -> None:
         self.name, self.connection = name, connection
         self.ready = self.done = self._has_begun = False
-        self.failure: str | None = None  # what it said when it crashed
+        self.failure: str | None = None  # the text of its "crashed" message
         self.silent_s = 0.0
         self._heartbeat, self._last_beat = context.heartbeat, 0
         self.process = multiprocessing.get_context("forkserver").Process(
@@ -60,32 +60,32 @@ class _Worker:
         )
         try:
             self.process.start()
-            self.sentinel = self.process.sentinel  # ready at its end; of a fork, also at the end of the fork server
+            self.sentinel = self.process.sentinel  # ready at the process's end, but also at the fork server's end
             if sys.platform == "linux":
                 assert self.process.pid is not None
                 self.sentinel = os.pidfd_open(self.process.pid)
                 weakref.finalize(self, os.close, self.sentinel)
-        except (EOFError, OSError):  # a process that was started all the same ends when `connection` does
+        except (EOFError, OSError):  # if the process was started all the same, it ends when `connection` closes
             connection.close()
             raise
         finally:
             context.supervisor.close()
 
-    def go(self) -> None:
-        """Let it begin, unless it has."""
+    def begin(self) -> None:
+        """Let the process begin, unless it has begun."""
         if not self._has_begun:
             self._has_begun = True
-            with contextlib.suppress(OSError):  # it has just died
+            with contextlib.suppress(OSError):  # the process has just died
                 self.connection.send(("go",))
 
     def tick(self, seconds: float) -> None:
-        """`seconds` went by; count them as silence unless its heart has beaten."""
+        """Count `seconds` as silence unless the heartbeat has advanced since the last call."""
         beat = self._heartbeat.value
         self.silent_s = self.silent_s + seconds if beat == self._last_beat else 0.0
         self._last_beat = beat
 
-    def how_it_ended(self) -> str:
-        self.process.join(_EXIT_CODE_TIMEOUT_S)  # its pipe closes a moment before its exit code is known
+    def describe_end(self) -> str:
+        self.process.join(_EXIT_CODE_TIMEOUT_S)  # the pipe closes shortly before the exit code is known
         exit_code = self.process.exitcode
         if exit_code is None or exit_code == _UNKNOWN_EXIT_CODE:
             return "ended"
@@ -95,7 +95,7 @@ class _Worker:
         return bool(wait([self.sentinel], timeout_s))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """The same as of `process`, which sends none once its fork server is dead."""
+        """Send a signal, even if the fork server is dead, unlike the methods of `process`."""
         if not self.has_ended():
             assert self.process.pid is not None
             with contextlib.suppress(ProcessLookupError):
@@ -108,7 +108,7 @@ class _Worker:
 
 
 class Supervisor:
-    """The trainer decides when a run is over; whatever happens, all processes are stopped then."""
+    """The processes of a run. The run is over when the trainer is done; then all processes are stopped."""
 
     def __init__(
         self,
@@ -119,17 +119,17 @@ class Supervisor:
         num_restarts: Counter[str],
         report: Callable[[str], None],
     ) -> None:
-        """`num_restarts` of each role is counted up; `report` gets what there is to say to the user."""
+        """Store the arguments. `num_restarts` counts the restarts of each role; `report` gets lines for the user."""
         self._recipe, self._run, self._weights_directory = recipe, run, weights_directory
         self._bodies, self._num_restarts, self._report = bodies, num_restarts, report
         self._workers: dict[str, _Worker] = {}
-        self._due_s: dict[str, float] = {}  # role -> when it is started again
+        self._due_s: dict[str, float] = {}  # role -> time of its restart
         self._crashes_in_a_row: dict[str, int] = {}
         self._version_at_crash: dict[str, int] = {}
         self._last_watch_s = time.monotonic()
         self._has_begun = False
         self._alive, self._living = multiprocessing.Pipe(duplex=False)  # the second end stays in this process
-        self.newest_version = 0  # as the metrics say; what counts as progress
+        self.newest_version = 0  # from the metrics; an increase counts as progress
 
     def start(self) -> None:
         for role in {_role_of(name) for name in self._bodies}:
@@ -139,9 +139,9 @@ class Supervisor:
         return "trainer" in self._workers and self._workers["trainer"].done
 
     def watch(self, timeout_s: float) -> None:
-        """Handle what the processes say, and their ends, until the timeout.
+        """Handle messages and ends of processes; wait up to `timeout_s` for the first.
 
-        Raises: what a process reported; WorkerError if one cannot be kept alive.
+        Raises: an error that a process reported; WorkerError if a process cannot be kept alive.
         """
         self._start_due()
         by_connection = {worker.connection: worker for worker in self._workers.values()}
@@ -149,19 +149,19 @@ class Supervisor:
         ended = wait([*by_connection, *by_sentinel], timeout_s)
         for item in ended:
             if isinstance(item, Connection):
-                self._hear(by_connection[item])
+                self._receive(by_connection[item])
         for item in ended:
             if isinstance(item, int):
-                self._note_end(by_sentinel[item])
+                self._handle_end(by_sentinel[item])
         self._check_heartbeats()
         stopped = [name for name, worker in self._workers.items() if worker.done and _role_of(name) != "trainer"]
         if stopped and not self.finished():
             raise WorkerError(
-                f"the {min(stopped)} process was stopped; go on with: midflight train {self._run.path} --resume"
+                f"the {min(stopped)} process was stopped; to resume: midflight train {self._run.path} --resume"
             )
 
     def stop(self) -> None:
-        """Ask all of them to stop and to write what they have to; kill what does not listen."""
+        """Ask all processes to save their state and stop; kill the processes that do not."""
         for worker in self._workers.values():
             worker.send_signal(signal.SIGTERM)
         for worker in self._workers.values():
@@ -170,9 +170,9 @@ class Supervisor:
                 wait([worker.sentinel])
 
     def check(self) -> None:
-        """Raises: what a process reported and nobody has heard yet, such as a disk that was full when it stopped."""
+        """Read the remaining messages. Raises: an error that a process reported, such as a full disk while stopping."""
         for worker in self._workers.values():
-            self._hear(worker)
+            self._receive(worker)
 
     def _start(self, role: str) -> None:
         for name, body in self._bodies.items():
@@ -194,13 +194,13 @@ class Supervisor:
             del self._due_s[role]
             self._start(role)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             while worker.connection.poll():
                 match worker.connection.recv():
                     case ("ready",):
                         worker.ready = True
-                        self._let_go()
+                        self._begin_ready()
                     case ("note", text):
                         self._report(text)
                     case ("done",):
@@ -211,23 +211,23 @@ class Supervisor:
                         error = WorkerError(text)
                         error.exit_code = exit_code
                         raise error
-        except (EOFError, OSError):  # it is gone
+        except (EOFError, OSError):  # the process is gone
             return
 
-    def _let_go(self) -> None:
-        """All together at first; later, when they were started again, each as soon as it is set up."""
+    def _begin_ready(self) -> None:
+        """Let ready workers begin: the first time all together, after a restart each as soon as it is ready."""
         ready = [worker for worker in self._workers.values() if worker.ready]
         self._has_begun = self._has_begun or len(ready) == len(self._bodies)
         if self._has_begun:
             for worker in ready:
-                worker.go()
+                worker.begin()
 
-    def _note_end(self, worker: _Worker) -> None:
+    def _handle_end(self, worker: _Worker) -> None:
         if self._workers.get(worker.name) is not worker:
-            return  # another rank has ended too, and both were dealt with
-        self._hear(worker)
+            return  # another rank of the role has ended too, and the whole role was restarted
+        self._receive(worker)
         if not worker.done:
-            how = worker.failure or f"the {worker.name} process {worker.how_it_ended()}"
+            how = worker.failure or f"the {worker.name} process {worker.describe_end()}"
             self._restart(_role_of(worker.name), how)
 
     def _check_heartbeats(self) -> None:
@@ -241,21 +241,21 @@ class Supervisor:
                 self._restart(_role_of(worker.name), f"the {worker.name} process has hung for {patience_s:g} s")
 
     def _restart(self, role: str, why: str) -> None:
-        """Raises: WorkerError if that was tried too often."""
+        """Kill all ranks of the role and schedule a restart. Raises: WorkerError after too many crashes in a row."""
         for name in [name for name in self._workers if _role_of(name) == role]:
             self._workers.pop(name).kill()
         settings = self._recipe.supervisor
-        went_on = self.newest_version > self._version_at_crash.get(role, -1)
-        in_a_row = 1 if went_on else self._crashes_in_a_row[role] + 1
+        has_progress = self.newest_version > self._version_at_crash.get(role, -1)
+        in_a_row = 1 if has_progress else self._crashes_in_a_row[role] + 1
         self._crashes_in_a_row[role], self._version_at_crash[role] = in_a_row, self.newest_version
         if in_a_row > settings.max_restarts:
             again = f", {in_a_row} times without an optimizer step" if in_a_row > 1 else ""
             raise WorkerError(
                 f"{why}{again}; its log is {self._run.log(role)};"
-                f" go on from the last checkpoint with: midflight train {self._run.path} --resume"
+                f" to resume from the last checkpoint: midflight train {self._run.path} --resume"
             )
         delay_s = min(settings.backoff_s * 2 ** (in_a_row - 1), _MAX_BACKOFF_S)
-        self._report(f"{why}; it is started again in {delay_s:g} s")
+        self._report(f"{why}; restart in {delay_s:g} s")
         warm_up()
         self._due_s[role] = time.monotonic() + delay_s
         self._num_restarts[role] += 1

@@ -1,7 +1,7 @@
-"""A process of a run, whatever its role: signals, its log, its lock, a line to the supervisor.
+"""A worker process of any role: its signals, log, lock, and connection to the supervisor.
 
-A worker says ("ready",) when it is set up, waits for ("go",), and ends with ("done",), with ("crashed", text), or, if
-starting it again would not help, with ("failed", exit_code, text). ("note", text) is for the user, at any time.
+A worker sends ("ready",) when it is set up, and waits for ("go",). It ends with ("done",), with ("crashed", text), or,
+if a restart would not help, with ("failed", exit_code, text). It may send ("note", text) for the user at any time.
 """
 
 from __future__ import annotations
@@ -29,34 +29,40 @@ from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
 
-# Less than a resumed run waits for the workers of the last one.
+# Shorter than the time for which a resumed run waits for the workers of the earlier run.
 _ORPHAN_GRACE_S = 30.0
 _END_OF_SUPERVISOR_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a worker process is started with."""
+    """Arguments of a worker process."""
 
     recipe: Recipe
     run: RunDirectory
     weights_directory: Path
     supervisor: Connection
-    alive: Connection  # nothing is ever sent; it closes with the supervisor, which alone has the other end
+    alive: Connection  # carries no data; it closes when the supervisor ends, the only holder of the other end
     heartbeat: Any  # a c_uint64 in shared memory
     num_restarts: int  # of this role, before this process
 
     def should_stop(self) -> bool:
-        """Asked to, or nobody is left to ask. Every loop asks in every turn, which shows that it has not hung."""
+        """Return True if a stop was requested or the supervisor is gone; also advance the heartbeat.
+
+        Every loop calls it in every iteration, which shows that the process has not hung.
+        """
         self.heartbeat.value += 1
         return _stop_requested or self.is_orphan()
 
     def is_orphan(self) -> bool:
-        """Whether the supervisor was killed."""
-        return bool(_hang_up_of(self.alive.fileno()).poll(0))
+        """Return True if the supervisor was killed."""
+        return bool(_hang_up_poll(self.alive.fileno()).poll(0))
 
     def remove_weights(self) -> None:
-        """Another worker, or another thread of this one, may do the same or put a file there at the same time."""
+        """Remove the shared weights.
+
+        Other workers and threads may remove them, or add a file to the directory, at the same time.
+        """
         removed = self.weights_directory.with_suffix(".removed")
         with contextlib.suppress(OSError):
             self.weights_directory.rename(removed)
@@ -68,13 +74,13 @@ class WorkerContext:
         return self.weights_directory / "weights"
 
     def wait_until(self, happens: Callable[[float], bool]) -> None:
-        """`happens(timeout_s)` waits and says whether it did. Ends the process if it should stop meanwhile."""
+        """Wait until `happens(timeout_s)` returns True; end the process if it should stop before that."""
         while not happens(WAIT_SLICE_S):
             if self.should_stop():
                 raise SystemExit(0)
 
     def tell(self, *message: object) -> None:
-        with contextlib.suppress(OSError):  # a supervisor that was killed hears nothing
+        with contextlib.suppress(OSError):  # the supervisor may have been killed
             self.supervisor.send(message)
 
 
@@ -83,8 +89,8 @@ _has_begun = threading.Event()
 
 
 @functools.cache
-def _hang_up_of(*descriptors: int) -> select.poll:
-    """A poll that reports when the other end of one of these is closed. Kept: workers ask at every token."""
+def _hang_up_poll(*descriptors: int) -> select.poll:
+    """Return a poll that reports when another end is closed. Cached: workers use it at every token."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, 0)
@@ -95,7 +101,7 @@ WorkerBody = Callable[[WorkerContext], None]
 
 
 def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
-    """The entry point of a worker process: `body` with its output in the log and its end reported."""
+    """Run `body` as a worker process, with its output in the log; report its end to the supervisor."""
     _redirect_output(context.run.log(name))
     # Ctrl-C reaches the whole terminal group; only the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -104,10 +110,10 @@ def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
     with context.run.worker_locked(name):
         threading.Thread(target=_end_with_supervisor, args=(name, context), daemon=True).start()
         try:
-            if not context.is_orphan():  # or the run may have gone on without it before it took the lock
+            if not context.is_orphan():  # otherwise the run may have been resumed before this worker took the lock
                 _run(body, name, context)
         finally:
-            if context.is_orphan():  # nobody else is left to remove them; another worker may be at it too
+            if context.is_orphan():  # the supervisor cannot remove them any more
                 context.remove_weights()
 
 
@@ -126,24 +132,24 @@ def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
 
 
 def start_together(context: WorkerContext) -> None:
-    """So that the clock of the run starts when all sides are set up."""
+    """Wait until all workers are set up, so that the clock of the run starts then."""
     context.tell("ready")
     context.wait_until(context.supervisor.poll)
     try:
         context.supervisor.recv()
     except (EOFError, OSError):
-        _supervisor_ends(context)  # the end of this process, which comes next, has to know
+        _supervisor_ends(context)  # gives `alive` time to close: run_worker checks it next
         raise SystemExit(0) from None
     _has_begun.set()
 
 
 def _end_with_supervisor(name: str, context: WorkerContext) -> None:
-    """End this process if it is left alone where it does not ask whether it should stop, as in a collective.
+    """End this process after its supervisor, even where it cannot call `should_stop`, as in a collective operation.
 
-    Before it has begun it has nothing to write. Later it gets time for its step and its checkpoint.
+    A process that has begun gets time for its step and its checkpoint; before that there is nothing to save.
     The supervisor also closes the connection of a process that it could not start properly.
     """
-    _hang_up_of(context.alive.fileno(), context.supervisor.fileno()).poll()
+    _hang_up_poll(context.alive.fileno(), context.supervisor.fileno()).poll()
     if _has_begun.is_set():
         time.sleep(_ORPHAN_GRACE_S)
     print(f"the {name} process ends: its supervisor is gone and it did not stop", file=sys.stderr, flush=True)
@@ -153,7 +159,10 @@ def _end_with_supervisor(name: str, context: WorkerContext) -> None:
 
 
 def _supervisor_ends(context: WorkerContext) -> bool:
-    """Return whether it ends, now that its connection is closed: the kernel closes its files one after the other."""
+    """Wait briefly for the supervisor's end; return True if it ended.
+
+    Called once its connection is closed: the kernel closes the files of a dead process one after the other.
+    """
     return bool(wait([context.alive], _END_OF_SUPERVISOR_S))
 
 

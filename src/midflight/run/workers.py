@@ -1,4 +1,4 @@
-"""What the processes of a run on one machine do, by role."""
+"""Worker bodies of a run on one machine, by role: trainer, rollout, preprocess."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from midflight.launch.weights import build_transport
 from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
 from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceiver
-from midflight.run.engines import has_engine, is_settled, open_generator
+from midflight.run.engines import advance_idle, open_generator, wait_for_engine
 from midflight.run.resuming import actor_checkpoint
 from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
 from midflight.tracing.spans import Tracer
@@ -52,7 +52,7 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     else:
         torch.set_num_threads(config.threads)
     torch.manual_seed(recipe.run.seed)
-    # All ranks are started again together, and the file they met at before is used up.
+    # All ranks restart together, and a rendezvous file can be used only once.
     rendezvous = context.weights_directory / f"ranks-{context.num_restarts}"
     note = functools.partial(context.tell, "note")
     with contextlib.ExitStack() as stack:
@@ -79,12 +79,12 @@ def trainer_role(rank: int) -> str:
 
 
 def _resume(backend: TrainerBackend, group: ProcessGroup, context: WorkerContext) -> TrainerState:
-    """Load the newest checkpoint that is whole, as rank 0 finds."""
-    found, checkpoints = -1, context.run.checkpoints
+    """Load the newest undamaged checkpoint, which rank 0 determines for all ranks."""
+    newest_version, checkpoints = -1, context.run.checkpoints
     if group.rank == 0:
         newest = newest_whole_checkpoint(checkpoints, lambda text: context.tell("note", text))
-        found = load_state(newest).version if newest else -1
-    version = group.broadcast(found)
+        newest_version = load_state(newest).version if newest else -1
+    version = group.broadcast(newest_version)
     if version < 0:
         return TrainerState()
     checkpoint = checkpoint_of(checkpoints, version)
@@ -114,7 +114,7 @@ def rollout_body(context: WorkerContext) -> None:
         actor = Actor(actor_config, generator, environment, grader, tokenizer, checkpoint)
         loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
         context.wait_until(grader.wait_until_ready)
-        context.wait_until(lambda timeout_s: has_engine(generator, timeout_s))
+        context.wait_until(lambda timeout_s: wait_for_engine(generator, timeout_s))
         start_together(context)
         with tracer.span("wait"):
             _catch_up(generator, receiver, checkpoint, context)
@@ -134,7 +134,7 @@ def preprocess_body(context: WorkerContext) -> None:
 
 
 def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
-    """The processes of a run, by role."""
+    """Return the body of each process of a run, by name."""
     bodies: dict[str, WorkerBody] = {
         trainer_role(rank): functools.partial(trainer_body, rank=rank) for rank in range(recipe.trainer.num_ranks)
     }
@@ -145,7 +145,7 @@ def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
 
 
 def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[ChosenBatch] | PreprocessAtOnce:
-    """Where the rollout loop appends; the reference is loaded only by the process that preprocesses."""
+    """Return the sink of the rollout loop. Only the process that preprocesses loads the reference model."""
     if recipe.preprocess.process == "own":
         return open_groups(run, recipe)
     return PreprocessAtOnce(open_batches(run, recipe), Preprocessor(build_preprocessing(recipe), tracer))
@@ -175,15 +175,15 @@ def _wait_for_weights(receiver: WeightReceiver, version: int, context: WorkerCon
 def _catch_up(
     generator: Generator, receiver: WeightReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
 ) -> None:
-    """No token may be followed by one of an older version.
+    """Wait until the engine has weights at least as new as the restored rollouts' tokens.
 
-    After a kill the trainer is back at its checkpoint, and rollouts may have tokens of versions that it makes again
-    from the batches in the stream.
+    Versions must not decrease along a rollout. After a kill the trainer is back at its checkpoint, and rollouts may
+    have tokens of later versions, which the trainer makes again from the batches in the stream.
     """
     if checkpoint is None:
         return
-    newest = max((int(each.generated.weight_versions.max(initial=0)) for each in checkpoint.rollouts), default=0)
+    newest = max((int(rollout.generated.weight_versions.max(initial=0)) for rollout in checkpoint.rollouts), default=0)
     if generator.weight_version < newest:
         _wait_for_weights(receiver, newest, context)
-        context.wait_until(lambda timeout_s: is_settled(generator))
+        context.wait_until(lambda timeout_s: advance_idle(generator))
         generator.update_weights(*receiver.receive())

@@ -1,7 +1,7 @@
-"""Records as bytes: msgpack, with every array as raw little-endian bytes beside its dtype and shape.
+"""Records as bytes: msgpack, with every array as its dtype, its shape and raw little-endian bytes.
 
-A message is `[schema version, record type, CRC-32 of the record, record]`. The first three are checked before the
-record is looked at, so a foreign or damaged message is an error and never a wrong record. Nothing is ever unpickled.
+A message is `[schema version, record type, CRC-32 of the record, record]`. The first three fields are checked before
+the record is decoded: a foreign or damaged message is an error, never a wrong record. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from midflight.errors import StreamError
 
 Record = TypeVar("Record")
 
-SCHEMA_VERSION = 6  # raise it with every change to the records in `types` that older code would misread
+SCHEMA_VERSION = 6  # increment with every change to the records in `types` that older code would misread
 
 _DTYPE_NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _DTYPES = {dtype.str: dtype for dtype in (np.dtype(name).newbyteorder("<") for name in _DTYPE_NAMES.split())}
@@ -28,7 +28,7 @@ _Array = tuple[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...], bytes]  # dt
 
 
 class Codec(Generic[Record]):
-    """Encodes and decodes one type of record, any dataclass whose arrays are annotated `npt.NDArray[...]`.
+    """Encoder and decoder of one record type: any dataclass whose arrays are annotated `npt.NDArray[...]`.
 
     Invariants: `decode(encode(record))` equals `record`, bit for bit; decoded arrays are read-only.
     """
@@ -40,9 +40,9 @@ class Codec(Generic[Record]):
         self._record_decoder = msgspec.msgpack.Decoder(record_type, dec_hook=_array)
 
     def encode(self, record: Record) -> bytes:
-        """The message that stands for the record.
+        """Return the message for a record.
 
-        Raises: StreamError if a value in it has no encoding.
+        Raises: StreamError if a value in the record cannot be encoded.
         """
         try:
             body = self._encoder.encode(record)
@@ -51,9 +51,9 @@ class Codec(Generic[Record]):
             raise StreamError(f"cannot write this {self._type_name}: {error}") from error
 
     def decode(self, message: bytes) -> Record:
-        """The record that the message stands for.
+        """Return the record in a message.
 
-        Raises: StreamError if the message is damaged, holds another type or was written with another schema.
+        Raises: StreamError if the message is damaged, holds another type, or was written with another schema.
         """
         try:
             schema, type_name, crc, body = self._envelope_decoder.decode(message)
@@ -67,17 +67,20 @@ class Codec(Generic[Record]):
             raise StreamError(f"not a readable {self._type_name}: {error}") from error
 
 
-def check_schema(schema: int, what: str = "") -> None:
-    """Raises: StreamError, beginning with `what`, if this midflight cannot read what that schema says."""
+def check_schema(schema: int, prefix: str = "") -> None:
+    """Check that this version of midflight reads the schema.
+
+    Raises: StreamError, beginning with `prefix`, if it does not.
+    """
     if schema != SCHEMA_VERSION:
         writer = "a newer" if schema > SCHEMA_VERSION else "an older"
         raise StreamError(
-            f"{what}written with schema {schema} by {writer} midflight; this one reads schema {SCHEMA_VERSION}"
+            f"{prefix}written with schema {schema} by {writer} midflight; this one reads schema {SCHEMA_VERSION}"
         )
 
 
 def _plain(value: object) -> object:
-    """What msgpack can hold instead of an array or a NumPy scalar."""
+    """Convert an array or a NumPy scalar to a value that msgpack can encode."""
     if isinstance(value, np.ndarray):
         dtype = value.dtype.newbyteorder("<")
         if dtype.str not in _DTYPES:
@@ -89,9 +92,9 @@ def _plain(value: object) -> object:
 
 
 def _array(array_type: Any, value: Any) -> npt.NDArray[Any]:
-    """The read-only array that `_plain` took apart.
+    """Rebuild the array that `_plain` encoded, read-only.
 
-    Raises: ValueError if it is none; msgspec adds where in the record it was.
+    Raises: ValueError if `value` is not such an array; msgspec adds the path in the record.
     """
     dtype_name, shape, data = msgspec.convert(value, _Array)
     dtype = _DTYPES.get(dtype_name)
@@ -105,7 +108,7 @@ def _array(array_type: Any, value: Any) -> npt.NDArray[Any]:
 
 @functools.cache
 def _expected_dtype(array_type: Any) -> np.dtype[Any] | None:
-    """The dtype that `npt.NDArray[...]` names, or None if it allows any."""
+    """Return the dtype that `npt.NDArray[...]` names, or None if the annotation allows any dtype."""
     args = get_args(array_type)
     scalar_type = get_args(args[1])[0] if args else Any
     return None if scalar_type is Any else np.dtype(scalar_type).newbyteorder("<")

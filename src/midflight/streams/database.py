@@ -1,4 +1,4 @@
-"""A SQLite file that belongs to a run: of one kind and schema, in WAL mode, its errors one clear line."""
+"""A SQLite file of a run: of one kind and schema, in WAL mode, with one-line errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from midflight.errors import StreamError
 from midflight.streams.codec import SCHEMA_VERSION, check_schema
 
-_BUSY_TIMEOUT_S = 30.0  # transactions take microseconds; a lock held for this long is held by a stopped process
+_BUSY_TIMEOUT_S = 30.0  # transactions take microseconds; only a stopped process holds a lock this long
 
 
 class Database:
-    """The file at `path`, created with these tables if there is none or it is empty.
+    """The SQLite file at `path`, created with these tables if it is missing or empty.
 
-    `kind` says what it is, `application_id` tells it from any other SQLite file. Losing power may lose the last
-    commits: they go to the operating system at once but to the disk at WAL checkpoints only, because waiting for the
-    disk would cost milliseconds each.
-    Raises: StreamError if the file is something else, which stays as it is, or was written with another schema.
-    Not: shared between threads; each opens its own.
+    `kind` names its purpose in errors; `application_id` tells it from other SQLite files. A power failure may lose the
+    last commits: the operating system has each commit at once, the disk only at WAL checkpoints. Waiting for the disk
+    would cost milliseconds per commit.
+    Raises: StreamError if the file is of another kind (and stays unchanged) or was written with another schema.
+    Not: shared between threads; each thread opens its own.
     """
 
     def __init__(self, path: Path, kind: str, application_id: int, tables: Sequence[str]) -> None:
@@ -38,14 +38,17 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commits at the end, or rolls back; takes the write lock at once, as upgrading a read lock can fail."""
+        """Run a transaction: commit on exit, roll back on an error.
+
+        Takes the write lock at the start, because upgrading a read lock later can fail.
+        """
         with self.errors(), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
 
     @contextmanager
     def errors(self, *others: type[Exception]) -> Iterator[None]:
-        """Raises: StreamError that names the file, for what SQLite or the system raises within, and for the others."""
+        """Turn errors of SQLite and of the system, and `others`, into a StreamError that names the file."""
         kinds: tuple[type[Exception], ...] = (sqlite3.Error, OSError, *others)
         try:
             yield
@@ -68,7 +71,7 @@ class Database:
             if self._pragma("application_id") != application_id:
                 raise StreamError(f"{self._path} is a SQLite database but not {kind}")
             check_schema(self._pragma("user_version"), f"{self._path} was ")
-        # The file remembers this mode. Before the check it would change a file that is not ours.
+        # After the check: the mode is stored in the file, and a foreign file must stay unchanged.
         self._connection.execute("PRAGMA journal_mode = WAL")
 
     def _pragma(self, name: str) -> int:
@@ -78,7 +81,7 @@ class Database:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time: SQLite does not wait for another that is just switching a new file to WAL mode."""
+    """Lock the directory: SQLite does not wait for a process that is switching a new file to WAL mode."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

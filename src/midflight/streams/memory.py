@@ -14,9 +14,9 @@ Record = TypeVar("Record")
 
 
 class MemoryStream(Generic[Record]):
-    """Keeps the records themselves, not copies: whoever appended one must not change it afterwards.
+    """A stream of the records themselves, not copies: a record must not be changed after `append`.
 
-    Invariants: any number of threads may use it at once; `close` wakes those that wait, with a StreamError.
+    Invariants: any number of threads may use the stream at once; `close` ends every wait with a StreamError.
     """
 
     def __init__(self, capacity: int) -> None:

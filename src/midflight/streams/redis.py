@@ -6,12 +6,12 @@
              unblocked by: read, trim                                    unblocked by: append
 
     {NAME}:log    a Redis Stream; the entry with id K-0 is the record at offset K - 1
-    {NAME}:meta   a hash: what it is a stream of, the next offset, the read position; by writer, what its last call did
-    {NAME}:room   a list with one element after room was made
+    {NAME}:meta   a hash: record type, next offset, read position; for each writer, the result of its last call
+    {NAME}:room   a list with one element after space became free
 
-Every change is one script, so a killed client leaves the stream as it was before or after the change. A connection that
-breaks is made again: Redis may be restarted or be away for a while. How much survives a restart is for its settings to
-say (`appendonly yes`); a stream that is gone is noticed.
+Every change is one script, so a killed client leaves the stream as it was before or after the change. A lost connection
+is opened again: Redis may be restarted, or be unreachable for a while. The settings of Redis decide which data survives
+a restart (`appendonly yes`). A stream that Redis has lost is an error.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from midflight.streams.codec import SCHEMA_VERSION, Codec, check_schema
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 
-# Where a password belongs, so that no recipe and no run directory holds one.
+# The place for a password: recipes and run directories must not hold one.
 URL_VARIABLE = "MIDFLIGHT_REDIS_URL"
 
-# How long one blocking call waits, so that a lost connection or a lost wake-up costs no more than that.
+# Longest wait of one blocking call; bounds the delay after a lost connection or a lost wake-up.
 _BLOCK_S = 1.0
 _RETRY_S = 0.1
 
-_CALL_BYTES = 1 << 20  # of messages in one call, roughly; Redis does nothing else meanwhile
+_CALL_BYTES = 1 << 20  # approximate size of the messages in one call; Redis serves no other client during a call
 
-# All scripts begin like this. ARGV[1] is the identity of the stream when this client opened it.
+# The start of every script but _OPEN. ARGV[1] is the identity of the stream when this client opened it.
 _PREAMBLE = """
 local meta, log, room = KEYS[1], KEYS[2], KEYS[3]
 local identity, next, read = unpack(redis.call('HMGET', meta, 'identity', 'next', 'read'))
@@ -60,8 +60,8 @@ if redis.call('EXISTS', meta) == 0 then
 end
 return redis.call('HMGET', meta, 'identity', 'record_type', 'schema')
 """
-# The messages are ARGV[5] and on. An answer may be lost on its way and the call be made again: what the writer's last
-# call did is remembered with the number of that call.
+# The messages are ARGV[5] and later. If the answer is lost, the client repeats the call with the same number. The
+# result of each writer's last call is stored with its number, so that a repeated call appends nothing.
 _APPEND = (
     _PREAMBLE
     + """
@@ -110,18 +110,18 @@ _NEXT_OFFSET = _PREAMBLE + "return {next}"
 
 
 class RedisStream(Generic[Record]):
-    """The stream called `name`, created if there is none; every client gives the same URL and name.
+    """The stream called `name`, created if it does not exist. Every client uses the same URL and name.
 
     Invariants: an offset that `append` returned is readable until it is trimmed, as long as Redis keeps its data.
-    Raises: StreamError if it holds other records, was written by a newer midflight, asks for a password, cannot be
-    reached for `patience_s`, or has lost the stream; MissingExtraError without the package redis.
-    Not: shared between threads; each opens its own.
+    Raises: StreamError if the stream holds other records or was written with another schema, or if Redis asks for a
+    password, cannot be reached for `patience_s`, or has lost the stream; MissingExtraError without the package redis.
+    Not: shared between threads; each thread opens its own.
     """
 
     def __init__(
         self, url: str | None, name: str, record_type: type[Record], capacity: int, patience_s: float = 60.0
     ) -> None:
-        """`url`: default $MIDFLIGHT_REDIS_URL, or a Redis on this machine."""
+        """Connect to Redis and open the stream. `url`: default $MIDFLIGHT_REDIS_URL, or a Redis on this machine."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}")
         url = url or os.environ.get(URL_VARIABLE) or "redis://127.0.0.1:6379/0"
@@ -130,15 +130,15 @@ class RedisStream(Generic[Record]):
         except ImportError as error:
             raise MissingExtraError("redis", "redis") from error
         self._redis = redis
-        # Passwords are not for messages.
+        # Without the password of the URL: this text is part of error messages.
         self._where = f"{name} in Redis at {urlsplit(url).hostname}:{urlsplit(url).port or 6379}"
         self.capacity, self._patience_s = capacity, patience_s
         self._codec = Codec(record_type)
         self._closed = False
         try:
-            self._client = self._patiently(lambda: _connect(redis, url))
+            self._client = self._retried(lambda: _connect(redis, url))
         except ValueError as error:
-            raise StreamError(f"no URL of a Redis: {error}") from error
+            raise StreamError(f"not a Redis URL: {error}; use redis://HOST:PORT/NUMBER") from error
         self._keys = [f"{{{name}}}:{part}" for part in ("meta", "log", "room")]
         self._scripts = {
             script: self._client.register_script(script)
@@ -179,44 +179,44 @@ class RedisStream(Generic[Record]):
         return int(self._run(_NEXT_OFFSET)[0])
 
     def remove(self) -> None:
-        """Leave nothing of it in Redis; for every client it is gone."""
-        self._patiently(lambda: self._client.delete(*self._keys))
+        """Delete the stream from Redis, for every client."""
+        self._retried(lambda: self._client.delete(*self._keys))
 
     def close(self) -> None:
-        self._closed = True  # the client would connect again
+        self._closed = True  # without it, the next call would connect again
         self._client.close()
 
     def _open(self, record_type: str) -> str:
         arguments: list[bytes | str | int] = [uuid.uuid4().hex, record_type, SCHEMA_VERSION]
-        answer = self._patiently(lambda: self._scripts[_OPEN](keys=self._keys, args=arguments))
-        identity, found, schema = (value.decode() for value in answer)
+        answer = self._retried(lambda: self._scripts[_OPEN](keys=self._keys, args=arguments))
+        identity, stored_type, schema = (value.decode() for value in answer)
         check_schema(int(schema), f"{self._where} was ")
-        if found != record_type:
-            raise StreamError(f"{self._where} is a stream of {found}, not of {record_type}")
+        if stored_type != record_type:
+            raise StreamError(f"{self._where} is a stream of {stored_type}, not of {record_type}")
         return str(identity)
 
     def _insert(self, messages: Sequence[bytes]) -> range:
-        """The offsets of as many as there is room for."""
+        """Append as many messages as there is room for; return their offsets."""
         self._num_calls += 1
         return range(*self._run(_APPEND, self.capacity, self._writer, self._num_calls, *messages))
 
     def _select(self, from_offset: int, max_records: int) -> list[tuple[int, bytes]]:
-        end, *found = self._run(_READ, from_offset, max_records)
-        if not found:
+        end, *entries = self._run(_READ, from_offset, max_records)
+        if not entries:
             raise StreamError(f"{self._where}: offset {from_offset} is past the end of the stream, {end}")
-        rows = [(int(entry.partition(b"-")[0]) - 1, fields[1]) for entry, fields in found[0]]
+        rows = [(int(entry.partition(b"-")[0]) - 1, fields[1]) for entry, fields in entries[0]]
         start = rows[0][0] if rows else end
         if from_offset < start:
             raise StreamError(f"{self._where}: offset {from_offset} was trimmed; the stream starts at {start}")
         return rows
 
     def _wait(self, deadline_s: float, block: Callable[[float], object]) -> bool:
-        """Let `block(seconds)` wait a while; False if the time is up."""
+        """Call `block(seconds)`, which waits for up to _BLOCK_S; return False once the deadline has passed."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return False
-        # Zero would mean for ever.
-        self._patiently(lambda: block(max(0.001, min(left_s, _BLOCK_S))))
+        # At least 1 ms: Redis takes 0 to mean no timeout.
+        self._retried(lambda: block(max(0.001, min(left_s, _BLOCK_S))))
         return True
 
     def _wait_for_room(self, seconds: float) -> object:
@@ -226,15 +226,15 @@ class RedisStream(Generic[Record]):
         return self._client.xread({self._keys[1]: f"{offset}-0"}, count=1, block=max(1, int(1000 * seconds)))
 
     def _run(self, script: str, *arguments: bytes | str | int) -> list[Any]:
-        answer: list[Any] = self._patiently(
+        answer: list[Any] = self._retried(
             lambda: self._scripts[script](keys=self._keys, args=[self._identity, *arguments])
         )
         if answer[0] == b"gone":
             raise StreamError(f"{self._where} is gone; Redis keeps it over a restart with `appendonly yes`")
         return answer
 
-    def _patiently(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns, once Redis can be reached. Raises: StreamError."""
+    def _retried(self, call: Callable[[], Result]) -> Result:
+        """Return the result of `call`, repeated until Redis can be reached. Raises: StreamError."""
         if self._closed:
             raise StreamError(f"{self._where} is closed")
         errors = self._redis.exceptions
@@ -263,13 +263,13 @@ class RedisStream(Generic[Record]):
 
 
 def _connect(redis: Any, url: str) -> Any:
-    """A client with one connection of its own, which it need not fetch from a pool and check for every command."""
+    """Return a client with a single connection: a connection pool would add a check to every command."""
     timeouts = {"socket_timeout": 10 * _BLOCK_S, "socket_connect_timeout": _BLOCK_S}
     return redis.Redis.from_url(url, single_connection_client=True, **timeouts)
 
 
 def _one_call(messages: Sequence[bytes], start: int) -> Sequence[bytes]:
-    """As many, from `start` on, as one call should hold."""
+    """Return the messages from `start` on that fit into one call: at least one, at most _CALL_BYTES together."""
     stop, num_bytes = start + 1, len(messages[start])
     while stop < len(messages) and num_bytes + len(messages[stop]) <= _CALL_BYTES:
         num_bytes += len(messages[stop])

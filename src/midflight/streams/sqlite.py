@@ -1,4 +1,4 @@
-"""A stream in a SQLite file, between processes of one machine that may be killed at any moment.
+"""A stream in a SQLite file, between processes of one machine that may be killed at any time.
 
     writer                                                        reader
     append   consumes: records                                    read   consumes: records in the file
@@ -30,12 +30,13 @@ _TABLES = (
 
 
 class SqliteStream(Generic[Record]):
-    """The stream at `path`, created if there is none; each process opens the same path.
+    """The stream at `path`, created if it does not exist. Every process opens the same path.
 
-    Invariants: an offset that `append` returned is readable until it is trimmed, whatever is killed; losing power may
-    lose the last records.
-    Raises: StreamError if the file is no stream of such records, or cannot be written (a full disk); it stays readable.
-    Not: shared between threads; each opens its own.
+    Invariants: an offset that `append` returned is readable until it is trimmed, whichever process is killed; a power
+    failure may lose the last records.
+    Raises: StreamError if the file holds no stream of such records, or cannot be written; with a full disk, the stream
+    stays readable.
+    Not: shared between threads; each thread opens its own.
     """
 
     def __init__(self, path: Path, record_type: type[Record], capacity: int) -> None:
@@ -44,7 +45,7 @@ class SqliteStream(Generic[Record]):
         self._path = path
         self.capacity = capacity
         self._codec = Codec(record_type)
-        self._acknowledged = 0  # the read position this reader has brought the file to
+        self._acknowledged = 0  # the read position that this reader last wrote to the file
         self._db = Database(path, "a stream", _APPLICATION_ID, _TABLES)
         try:
             self._check(record_type.__name__)
@@ -109,7 +110,7 @@ class SqliteStream(Generic[Record]):
                 raise StreamError(f"{self._path} is a stream of {row[0]}, not of {record_type}")
 
     def _insert(self, messages: Sequence[bytes]) -> range:
-        """The offsets of as many as there is room for."""
+        """Append as many messages as there is room for; return their offsets."""
         with self._db.transaction():
             start, read_offset = self._db.execute("SELECT next_offset, read_offset FROM stream").fetchone()
             offsets = range(start, min(start + len(messages), max(start, read_offset + self.capacity)))
@@ -119,7 +120,7 @@ class SqliteStream(Generic[Record]):
         return offsets
 
     def _select(self, from_offset: int, max_records: int) -> list[tuple[int, bytes]]:
-        end = self.next_offset()  # asked first: a record appended meanwhile must not look like a trimmed one
+        end = self.next_offset()  # read first: a record appended in between must not be taken for a trimmed one
         if from_offset > end:
             raise StreamError(f"{self._path}: offset {from_offset} is past the end of the stream, {end}")
         with self._db.errors():
@@ -134,13 +135,13 @@ class SqliteStream(Generic[Record]):
         return rows
 
     def _acknowledge(self, from_offset: int) -> None:
-        """Move the read position up to `from_offset`, if there is anything to move and any disk to note it on."""
+        """Move the read position up to `from_offset`, unless it is there already or the disk is full."""
         if from_offset <= self._acknowledged:
             return
         try:
             self._db.execute("UPDATE stream SET read_offset = ?1 WHERE read_offset < ?1", (from_offset,))
         except sqlite3.OperationalError as error:
-            # A full disk must not keep anyone from reading; the wait, or the next read, tries again.
+            # A full disk must not stop the reader; the wait or the next read tries again.
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
                 raise
         else:

@@ -1,1 +1,1 @@
-"""Tiny models and fakes, shipped for users' own tests."""
+"""Tiny models and fakes for the tests of users."""

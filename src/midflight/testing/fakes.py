@@ -1,4 +1,4 @@
-"""Stand-ins without tensors or processes, for testing what is built around them."""
+"""Fakes of the protocols, without models or processes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class ScriptedGenerator:
-    """A Generator whose rollout i takes `length_of(i)` steps; every token is 0 and carries the current version.
+    """A Generator whose rollout i takes `length_of(i)` steps. Every token is 0 and has the current weight version.
 
-    New weights take over `update_steps` steps after they came, at once if nothing is in flight.
+    New weights are adopted `update_steps` steps after `update_weights`, or at once if nothing is in flight.
     """
 
     def __init__(self, length_of: Callable[[int], int], update_steps: int = 0) -> None:
         self.weight_version = 0
         self._length_of, self._update_steps = length_of, update_steps
-        self._pending: tuple[int, int] | None = None  # version, steps until it takes over
+        self._pending: tuple[int, int] | None = None  # version, steps until it is adopted
         self._versions: dict[RolloutId, list[int]] = {}
 
     @property
@@ -91,7 +91,7 @@ def _tokens(versions: list[int]) -> GeneratedTokens:
 
 
 class CountingEnvironment:
-    """Problem i asks for i; `reward_of(i)` is what any answer to it gets, and may raise."""
+    """A task whose problem i asks for i. Every answer to it gets the reward `reward_of(i)`, which may raise."""
 
     def __init__(self, reward_of: Callable[[int], float] = lambda index: 1.0, seed: int = 0) -> None:
         self._reward_of, self.seed = reward_of, seed
@@ -107,7 +107,7 @@ class CountingEnvironment:
 
 
 class ImmediateGrader:
-    """A Grader that grades in the caller's process; a result is held back for `delay_of(i)` calls of `results`."""
+    """A Grader in the caller's process. The result of rollout i is delayed by `delay_of(i)` calls of `results`."""
 
     def __init__(
         self, environment: Environment | GradedTask, delay_of: Callable[[int], int] = lambda rollout: 0
@@ -129,7 +129,7 @@ class ImmediateGrader:
 
 
 class DigitTokenizer:
-    """One token per character of a number; enough for CountingEnvironment."""
+    """A Tokenizer with one token per digit, for CountingEnvironment."""
 
     bos_token = eos_token_id = unk_token = unk_token_id = chat_template = None
 
@@ -149,7 +149,7 @@ class DigitTokenizer:
 
 
 class InProcessWeights:
-    """Both ends of a weight transport between two threads of one process; keeps every version it was sent."""
+    """Both ends of a weight transport between two threads of one process; keeps every version sent."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

@@ -1,4 +1,4 @@
-"""Tiny random models of each family the engine runs: real transformers modules, milliseconds a step."""
+"""Tiny random models of each family that the engine runs: real transformers modules, milliseconds per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCAB_SIZE = 44
 
 
 def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
-    """A float32 causal LM with packed attention; every parameter is random, biases and norms included."""
+    """Return a float32 causal LM with packed attention; all parameters are random, biases and norms included."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -52,7 +52,7 @@ def tiny_model(family: str = "qwen2", seed: int = 0, **options: Any) -> Any:
     if family == "gpt2":
         del sizes["num_key_value_heads"], sizes["intermediate_size"]
         sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    # Small enough that sequences of a test grow past the window.
+    # A small window, so that the sequences of a test grow past it.
     if family.startswith("gemma"):
         sizes |= {"head_dim": 16, "sliding_window": 8}
     model = model_class(config_class(**{**sizes, **options})).eval()
@@ -75,7 +75,7 @@ def tiny_engine(
     recompute_kv: bool = False,
     **limits: Any,
 ) -> Engine:
-    """An engine over a copy of the model's weights; `fused = False` runs the model's own module whatever its family."""
+    """Return an engine over a copy of the model's weights; `fused = False` always runs the transformers module."""
     runner = engine_model(model.config, weights_of(model), max_length=32 + max_new_tokens, kernels=kernels, fused=fused)
     bounds = EngineLimits(max_num_seqs=max_num_seqs, max_prompt_tokens=32, max_new_tokens=max_new_tokens, **limits)
     return Engine(runner, bounds, version=version, recompute_kv=recompute_kv)

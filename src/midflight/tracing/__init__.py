@@ -1,1 +1,1 @@
-"""Who was busy when: spans written by every process, and the timeline made of them."""
+"""Spans that every process writes, and the timeline made of them."""

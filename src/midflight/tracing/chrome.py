@@ -1,4 +1,4 @@
-"""Span files -> one Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Conversion of span files to one Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from midflight.tracing.reading import lines_of
+from midflight.tracing.reading import read_lines
 
 
 def write_chrome_trace(span_files: Sequence[Path], out: Path) -> None:
-    """Every span as a complete event, in microseconds from the earliest one, under its process and thread.
+    """Write every span as a complete event under its process and thread.
 
-    Spans of one machine since its last start share a clock; others are placed by the wall clock. A torn last line,
-    left by a killed process, is skipped.
+    Spans of one machine since its last boot share a clock; machines are aligned by the wall clock. An incomplete last
+    line, left by a killed process, is skipped.
+    Units: times in microseconds since the earliest span.
     """
     spans: list[dict[str, Any]] = []
     names: list[dict[str, Any]] = []
     clock_offsets: dict[str, int] = {}
     for path in span_files:
         header: dict[str, Any] = {}
-        for line in lines_of(path):
+        for line in read_lines(path):
             if isinstance(line, dict):
                 header = line
                 clock_offsets.setdefault(header["clock"], header["unix_minus_monotonic_ns"])

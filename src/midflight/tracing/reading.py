@@ -1,4 +1,4 @@
-"""What was recorded, read back."""
+"""Reading of span files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from midflight.tracing.spans import SpanRecord
 
 
 def read_spans(path: Path) -> list[SpanRecord]:
-    """The spans of a file, by their starts. Raises: OSError if it cannot be read."""
+    """Return the spans of a file, sorted by start. Raises: OSError if the file cannot be read."""
     spans = [
         (line[0], line[1], line[2], line[3] if len(line) > 3 else {})
-        for line in lines_of(path)
+        for line in read_lines(path)
         if isinstance(line, list)
     ]
     return sorted(spans, key=lambda span: span[1])
 
 
-def lines_of(path: Path) -> Iterator[Any]:
-    """Headers and spans of a file as they stand there. A torn line, left by a killed process, is skipped."""
+def read_lines(path: Path) -> Iterator[Any]:
+    """Yield headers and spans in file order. An incomplete line, left by a killed process, is skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

@@ -1,8 +1,8 @@
-"""Spans: what a thread did from when to when, in a file of its own and as running totals.
+"""Spans: named time intervals of a thread, in a file and as running totals.
 
-Time is `time.monotonic_ns`, one clock for all processes of a host. A span file is JSON lines: an object that says
-whose spans follow (again after a restart appends to the file), then one array `[name, start_ns, end_ns]` per span,
-with an object of arguments as a fourth entry where there are any.
+Times are `time.monotonic_ns`, one clock for all processes of a host. A span file is JSON lines: a header object with
+process and thread (another one after each restart), then one array `[name, start_ns, end_ns]` per span. A fourth entry
+holds the arguments of the span, if there are any.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Records the spans of one thread; a second thread takes its own tracer and its own file.
+    """Recorder of the spans of one thread; every thread has its own tracer and its own file.
 
-    Spans of a thread nest or follow one another. Past `max_spans` they still count in the totals but are no longer
-    written, and neither are they after the disk has failed: a trace is not worth a run. Without a path there are
-    only totals.
+    Spans of a thread nest or follow one another. After `max_spans` spans, or after the first write error, spans only
+    count in the totals: a failed trace must not end a run. Without a path there are only totals.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class Tracer:
         self._file = None
         if path:
             self._file = path.open("a", encoding="utf-8")
-            # The line break ends a line that a killed process may have left torn; readers skip empty lines.
+            # The line break ends an incomplete line that a killed process may have left; readers skip empty lines.
             self._file.write("\n" + json.dumps(_header(process_name, thread_name)) + "\n")
 
     def span(self, name: str, **args: Any) -> Span:
-        """`with tracer.span("decode"):` records how long the block took, however it ends."""
+        """Record the duration of a `with` block, however it ends: `with tracer.span("decode"):`."""
         return Span(self, name, args)
 
     def add(self, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Record a span whose ends were taken with `time.monotonic_ns`."""
+        """Record a span with given times of `time.monotonic_ns`."""
         self._totals_ns[name] += end_ns - start_ns
         if self._num_left:
             buffer = self._buffer
@@ -65,11 +64,11 @@ class Tracer:
                 self.flush()
 
     def total_s(self, name: str) -> float:
-        """Seconds spent in spans of this name that have ended."""
+        """Total duration of the ended spans of this name (seconds)."""
         return self._totals_ns.get(name, 0) / 1e9
 
     def flush(self) -> None:
-        """Write what was recorded; the file then holds every span so far."""
+        """Write the recorded spans; the file then holds every span so far."""
         if self._file is None:
             return
         spans = self._buffer[: self._num_left]
@@ -79,18 +78,18 @@ class Tracer:
             self._file.write("".join([_line(*span) for span in spans]))
             self._file.flush()
         except OSError as error:
-            logger.warning("the trace ends here: %s", error)
+            logger.warning("no more spans are written to the trace: %s", error)
             self._stop_writing()
 
     def close(self) -> None:
-        """Write the rest. Totals stay readable; later spans only count in them."""
+        """Write the remaining spans. Totals stay readable, and later spans only count in the totals."""
         self.flush()
         self._stop_writing()
 
     def _stop_writing(self) -> None:
         self._num_left = 0
         if self._file is not None:
-            # What a full disk refused is still in the file's buffer, and closing tries it once more.
+            # After a full disk, the file's buffer still holds the spans: closing tries to write them again.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
@@ -122,7 +121,7 @@ class Span:
 
 
 def _line(name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> str:
-    # Formatting by hand takes a fifth of what json.dumps takes for the whole record.
+    # Formatting by hand takes a fifth of the time of json.dumps on the whole record.
     if args:
         values = ",".join([f"{_quoted(key)}:{_plain(value)}" for key, value in args.items()])
         return f"[{_quoted(name)},{start_ns},{end_ns},{{{values}}}]\n"
@@ -149,7 +148,7 @@ def _header(process_name: str, thread_name: str) -> dict[str, Any]:
 
 
 def _clock_id() -> str:
-    """What has one monotonic clock: a host, until it boots again."""
+    """Identifier of a monotonic clock: one boot of one host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

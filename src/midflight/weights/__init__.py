@@ -1,1 +1,1 @@
-"""How new weights travel from the trainer to the engines."""
+"""Transports that carry new weights from the trainer to the engines."""

@@ -1,7 +1,8 @@
-"""Weights as the byte tensors that a process group broadcasts: large tensors as they lie, small ones packed together.
+"""Weights as the byte tensors that a process group broadcasts: large tensors in place, small ones packed together.
 
-A small broadcast costs about as much as one of a megabyte, and a copy of a large tensor about as much as sending it
-half the way. Sender and receiver make the same plan of the same announcement.
+Small tensors are packed because a small broadcast costs about as much as a broadcast of 1 MB. Large tensors are not,
+because the copy would cost about half as much as the broadcast. Sender and receiver derive the same buckets from the
+same announcement.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-# gloo has two threads. With no more than they take up at once, no transfer waits in a queue while its time runs, and
-# the one that fails takes the other with it.
+# gloo has two threads. With at most two transfers in flight, no transfer waits in gloo's queue while its timeout runs,
+# and a transfer that fails also ends the other one.
 _NUM_IN_FLIGHT = 2
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLayout]:
-    """Tensors in order, as many to a bucket as fit; one that would fill a quarter has one to itself.
+    """Group the tensors, in order, into buckets of up to `bucket_bytes`.
+
+    A tensor of at least a quarter of `bucket_bytes` gets a bucket of its own.
 
     Raises: WeightUpdateError if a name is announced twice or a dtype cannot be sent.
     """
@@ -43,7 +46,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLay
 
 
 class Packer:
-    """The sender's side: turns weights into buckets, in memory that is used again and again."""
+    """The sender's side: packs weights into buckets, in memory that is reused."""
 
     def __init__(self) -> None:
         self._memory = [torch.empty(0, dtype=torch.uint8)] * _NUM_IN_FLIGHT
@@ -52,9 +55,9 @@ class Packer:
     def pack(
         self, buckets: Sequence[SlotLayout], weights: Mapping[str, Tensor], device: torch.device
     ) -> Iterator[Tensor]:
-        """Each bucket's bytes, on the device; they stay until `_NUM_IN_FLIGHT` more have been asked for.
+        """Yield the bytes of each bucket, on the device. They stay valid until `_NUM_IN_FLIGHT` more buckets are taken.
 
-        A bucket of one tensor is that tensor, so it must not change meanwhile.
+        A bucket of one tensor is a view of that tensor, which must not change during the broadcast.
         """
         for index, layout in enumerate(buckets):
             if len(layout.tensors) == 1:
@@ -71,16 +74,16 @@ class Packer:
 
 
 class Unpacker:
-    """The receiver's side: where buckets arrive is where the tensors lie."""
+    """The receiver's side: tensors are views of the memory in which the buckets arrive."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def places(self, buckets: Sequence[SlotLayout]) -> list[Tensor]:
-        """One for each bucket; on a CPU in the memory of the last call.
+    def allocate(self, buckets: Sequence[SlotLayout]) -> list[Tensor]:
+        """Return one uint8 tensor per bucket. On a CPU, the memory of the last call is reused.
 
-        There, fresh memory costs a page fault every 4 kB, about as much as the transfer. A device has an allocator that
-        keeps memory at hand, and less of it.
+        Fresh CPU memory costs a page fault every 4 kB, about as much as the transfer. A device has a caching allocator,
+        and less memory to keep.
         """
         size = sum(layout.slot_bytes for layout in buckets)
         memory = self._memory
@@ -93,9 +96,9 @@ class Unpacker:
 
 
 def broadcast_all(group: Any, tensors: Iterable[Tensor], num_tensors: int, timeout_s: float) -> None:
-    """Broadcast them from rank 0, in order; while one travels, the next one is asked for.
+    """Broadcast the tensors from rank 0, in order; the next tensor is taken from `tensors` while one is in flight.
 
-    Raises: RuntimeError if one is lost or late.
+    Raises: RuntimeError if a broadcast fails or times out.
     """
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -124,12 +127,12 @@ def broadcast_all(group: Any, tensors: Iterable[Tensor], num_tensors: int, timeo
 
 
 def _num_bytes(layout: SlotLayout) -> int:
-    """Without what only aligns the next tensor."""
+    """Number of bytes without the padding after the last tensor."""
     return max((placed.offset + placed.num_bytes for placed in layout.tensors), default=0)
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
-    """Small tensors between CPUs by this thread alone: torch's other threads wait for cores that are busy sending."""
+    """Copy a tensor. Between CPUs use this thread only: torch's other threads would wait for cores busy sending."""
     if to.is_cpu and source.is_cpu and source.is_contiguous():
         np.copyto(to.reshape(-1).view(torch.uint8).numpy(), source.detach().reshape(-1).view(torch.uint8).numpy())
     else:

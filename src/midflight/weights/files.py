@@ -6,11 +6,11 @@
                                                         wait      waits for: another file, NEWEST.sent
                                                                   unblocked by: send
 
-    newest                     JSON: which version is the newest, and in which file
-    COUNT.safetensors          the tensors of one version, as any program can read them; the two newest stay
+    newest                     JSON: the newest version and the name of its file
+    COUNT.safetensors          the tensors of one version, readable by any program; the two newest files stay
 
-A file is written beside its place, synced and renamed, and only then named as the newest: what can be seen is whole. On
-another machine a version is noticed when that machine looks again.
+A file is written under a temporary name, synced and renamed. Only then does `newest` name it, so readers never see an
+incomplete file. A receiver on another machine notices a new version when it next reads `newest`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out
 
 _NEWEST = "newest"
-_NUM_KEPT = 2  # a receiver may be reading the one before the newest
-_MAX_ATTEMPTS = 1000  # each fails only if two versions were sent meanwhile
+_NUM_KEPT = 2  # a receiver may be reading the file before the newest
+_MAX_ATTEMPTS = 1000  # an attempt fails only if two versions are sent during it
 
 
 class FileSender:
-    """The trainer's end. There is one sender per directory; a restarted one goes on counting.
+    """The trainer's end. There is one sender per directory; a restarted sender continues the file numbers.
 
-    Raises: WeightUpdateError if weights are not as announced, or the directory cannot be written.
+    Raises: WeightUpdateError if weights differ from the announcement, or the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,22 +49,22 @@ class FileSender:
         self._sent: WakeUp | None = None
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
-        """Every tensor that will be sent; what the directory holds stays the newest."""
+        """Set the tensors that each `send` must bring. Weights already in the directory stay the newest."""
         self._layout = lay_out(specs)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._sent = _open_wake_up(self._directory)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Make these weights the newest; returns when they are on the disk."""
+        """Make these weights the newest; return when they are on disk."""
         if self._layout is None or self._sent is None:
-            raise WeightUpdateError("weights were sent before they were announced")
+            raise WeightUpdateError("weights were sent before they were announced; call announce() first")
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in self._layout.checked(weights)}
-        counts = _counts(self._directory)
+        counts = _file_numbers(self._directory)
         name = f"{max(counts, default=0) + 1:08}.safetensors"
         try:
-            with _placed(self._directory / name) as unfinished:
+            with _written_atomically(self._directory / name) as unfinished:
                 save_file(contents, unfinished, metadata={"weight_version": str(version)})
-            with _placed(self._directory / _NEWEST) as unfinished:
+            with _written_atomically(self._directory / _NEWEST) as unfinished:
                 unfinished.write_text(json.dumps({"version": version, "file": name}))
         except (OSError, SafetensorError) as error:
             raise WeightUpdateError(f"weights cannot be written to {self._directory}: {error}") from error
@@ -73,45 +73,45 @@ class FileSender:
             (self._directory / f"{count:08}.safetensors").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Receivers go on seeing the newest weights."""
+        """Release the sender's resources. Receivers can still read the newest weights."""
         if self._sent is not None:
             self._sent.close()
             self._sent = None
 
 
 class FileReceiver:
-    """An engine's end; any number of them may look at one directory, before or after its sender makes it.
+    """An engine's end. Any number of receivers may read one directory, even before its sender creates it.
 
-    Raises: WeightUpdateError if there is nothing to receive, or it cannot be read.
+    Raises: WeightUpdateError if no weights were sent, or they cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._seen: tuple[int, int] | None = None  # inode and time of the last `newest` that was read
+        self._seen: tuple[int, int] | None = None  # inode and modification time (ns) of the last `newest` read
         self._newest: tuple[int, str] | None = None  # version, file
 
     def newest_version(self) -> int | None:
-        """The version `receive` would return now, or None if nothing was sent; one `stat` if it is known already."""
-        newest = self._look()
+        """Version that `receive` would return now, or None if nothing was sent. Costs one `stat` if unchanged."""
+        newest = self._read_newest()
         return newest[0] if newest else None
 
     def receive(self) -> tuple[int, Mapping[str, Tensor]]:
-        """The newest weights and their version, in tensors of their own."""
+        """Return the newest version and its weights, in newly allocated tensors."""
         for _ in range(_MAX_ATTEMPTS):
-            newest = self._look()
+            newest = self._read_newest()
             if newest is None:
-                raise WeightUpdateError(f"{self._directory}: no weights have been sent")
+                raise WeightUpdateError(f"{self._directory}: no weights have been sent yet")
             version, name = newest
             try:
                 return version, load_file(self._directory / name)
-            except FileNotFoundError:  # two versions came meanwhile
+            except FileNotFoundError:  # two newer versions were sent, and the sender removed this file
                 self._seen = None
             except (OSError, SafetensorError) as error:
                 raise WeightUpdateError(f"{self._directory / name} cannot be read: {error}") from error
-        raise WeightUpdateError(f"{self._directory}: {name} is not there, and it should be the newest")
+        raise WeightUpdateError(f"{self._directory}: {name} is missing, although {_NEWEST!r} names it")
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
-        """Wait for a version above `newer_than`; whether there is one."""
+        """Wait for a version above `newer_than`; return True if there is one, False after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         self._directory.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(_open_wake_up(self._directory)) as sent:
@@ -121,16 +121,16 @@ class FileReceiver:
         return True
 
     def close(self) -> None:
-        """The tensors received stay valid."""
+        """Do nothing: no resource is held, and received tensors stay valid."""
 
-    def _look(self) -> tuple[int, str] | None:
+    def _read_newest(self) -> tuple[int, str] | None:
         path = self._directory / _NEWEST
         try:
-            found = path.stat()
-            if self._newest is None or self._seen != (found.st_ino, found.st_mtime_ns):
+            status = path.stat()
+            if self._newest is None or self._seen != (status.st_ino, status.st_mtime_ns):
                 values = json.loads(path.read_text())
                 self._newest = int(values["version"]), str(values["file"])
-                self._seen = found.st_ino, found.st_mtime_ns
+                self._seen = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -140,25 +140,25 @@ class FileReceiver:
 
 @dataclass(frozen=True, slots=True)
 class FileTransport:
-    """Through files in `directory`; default: in the run directory."""
+    """Weight transport through files in `directory` (default: `weights` in the run directory)."""
 
     run_directory: Path
     directory: Path | None = None
 
     def sender(self) -> FileSender:
-        return FileSender(self._place)
+        return FileSender(self._weights_directory)
 
     def receiver(self) -> FileReceiver:
-        return FileReceiver(self._place)
+        return FileReceiver(self._weights_directory)
 
     @property
-    def _place(self) -> Path:
+    def _weights_directory(self) -> Path:
         return self.directory or self.run_directory / "weights"
 
 
 @contextlib.contextmanager
-def _placed(path: Path) -> Iterator[Path]:
-    """A path to write to; at the end that file is on the disk and at its place."""
+def _written_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on exit, sync that file and rename it to `path`."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     yield unfinished
     descriptor = os.open(unfinished, os.O_RDONLY)
@@ -169,8 +169,8 @@ def _placed(path: Path) -> Iterator[Path]:
     unfinished.rename(path)
 
 
-def _counts(directory: Path) -> list[int]:
-    """Of the files that are there, ascending."""
+def _file_numbers(directory: Path) -> list[int]:
+    """Numbers of the weight files in the directory, ascending."""
     return sorted(int(path.stem) for path in directory.glob("*.safetensors") if path.stem.isdecimal())
 
 
@@ -178,4 +178,4 @@ def _open_wake_up(directory: Path) -> WakeUp:
     try:
         return WakeUp(directory / f"{_NEWEST}.sent")
     except OSError as error:
-        raise WeightUpdateError(f"cannot wait in {directory}: {error.strerror}") from error
+        raise WeightUpdateError(f"cannot open the wake-up FIFO in {directory}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""The weight sender of a rank that only takes part in gathering them."""
+"""The weight sender of a trainer rank that takes part in gathering weights but sends none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from midflight.types import TensorSpec
 
 
 class NullSender:
-    """Asks for every tensor and keeps none."""
+    """Consumes every tensor and sends none."""
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
         pass

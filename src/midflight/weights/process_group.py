@@ -1,17 +1,17 @@
-"""Weights over a process group of their own: rank 0 sends, the others receive; gloo, or NCCL between CUDA devices.
+"""Weights over a separate process group: rank 0 sends, the other ranks receive; gloo, or NCCL between CUDA devices.
 
     sender (the trainer, rank 0)                       receiver (an engine, rank 1, 2, ...)
     connect  waits for: every receiver to be ready     join     waits for: the store, then the whole group
-             unblocked by: that, a refusal, timeout             unblocked by: that, timeout
+             unblocked by: all ready, a refusal, timeout        unblocked by: all joined, timeout
     send     waits for: every receiver to be ready     receive  waits for: one bucket after another
-             unblocked by: that, a refusal, timeout             unblocked by: each bucket, timeout, a lost peer
+             unblocked by: all ready, a refusal, timeout        unblocked by: each bucket, timeout, a lost peer
 
-How an invitation or an announcement gets to a receiver is the caller's business (HTTP, for one). A receiver that takes
-it up sets its key in the group's store; if the call fails, the sender's side sets the key to a refusal, so nobody
-waits for a transfer that will not come. Whatever goes wrong closes the group; it can be set up again at once.
+The caller delivers invitations and announcements to the receivers, for example over HTTP. A receiver that accepts one
+sets its key in the group's store. If the call fails, the sender's side sets the key to a refusal, so that no peer waits
+for a transfer that never starts. Any error closes the group; the group can be set up again at once.
 
-Tensors travel as bytes, in the buckets that `buckets` plans. The store holds short byte strings only: nothing is ever
-unpickled.
+Tensors travel as bytes, in the buckets of the module `buckets`. The store holds short byte strings only: nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READY, _REFUSED = "ready", "refused"
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a receiver needs to join. `timeout_s` is for joining and for every single bucket, seconds."""
+    """The data a receiver needs to join. `timeout_s` limits the join, and each bucket (seconds)."""
 
     master_address: str
     master_port: int
@@ -59,7 +59,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The tensors that come next, in this order, in buckets of about this many bytes."""
+    """The tensors that come next, in this order, in buckets of up to about `bucket_bytes`."""
 
     version: int
     specs: tuple[TensorSpec, ...]
@@ -67,9 +67,9 @@ class Announcement:
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of this machine as `host` would reach it: loopback for loopback. Sends nothing.
+    """Address at which `host` can reach this machine: loopback if `host` is loopback. Sends nothing.
 
-    Raises: WeightUpdateError if there is no way to the host.
+    Raises: WeightUpdateError if there is no route to the host.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -77,13 +77,13 @@ def local_address(host: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise WeightUpdateError(f"no way to {host}: {error.strerror}") from error
+        raise WeightUpdateError(f"no route to {host}: {error.strerror}") from error
 
 
 class ProcessGroupReceiver:
-    """An engine's end. Joins when it is made.
+    """An engine's end; the constructor joins the group.
 
-    Raises: WeightUpdateError if the group does not come together in time.
+    Raises: WeightUpdateError if the group is not complete in time.
     """
 
     def __init__(self, invitation: Invitation, device: torch.device | str = "cpu") -> None:
@@ -92,7 +92,7 @@ class ProcessGroupReceiver:
         self._key = _key(invitation.rank)
         address, port = invitation.master_address, invitation.master_port
         try:
-            # torch's own attempt to reach a store that is not there fills the log with stack traces.
+            # Checked first: torch fills the log with stack traces when it cannot reach a store.
             socket.create_connection((address, port), invitation.timeout_s).close()
             self._store = TCPStore(
                 address, port, None, False, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False
@@ -105,15 +105,15 @@ class ProcessGroupReceiver:
             ) from error
 
     def receive(self, announcement: Announcement) -> dict[str, Tensor]:
-        """The announced tensors; they are the caller's until the next `receive`.
+        """Return the announced tensors. They belong to the caller until the next `receive`.
 
-        Raises: WeightUpdateError if the sender is lost or late; the group is then of no more use.
+        Raises: WeightUpdateError if the sender is lost or late; the group is then closed.
         """
         buckets = plan_buckets(announcement.specs, announcement.bucket_bytes)
-        places = self._unpacker.places(buckets)
+        memory = self._unpacker.allocate(buckets)
         try:
             self._store.set(self._key, _READY)
-            broadcast_all(self._group, places, len(buckets), self._timeout_s)
+            broadcast_all(self._group, memory, len(buckets), self._timeout_s)
         except RuntimeError as error:
             self.close()
             raise WeightUpdateError(
@@ -121,17 +121,17 @@ class ProcessGroupReceiver:
             ) from error
         return {
             name: view
-            for layout, place in zip(buckets, places, strict=True)
-            for name, view in layout.views(place).items()
+            for layout, bucket in zip(buckets, memory, strict=True)
+            for name, view in layout.views(bucket).items()
         }
 
     def close(self) -> None:
-        """Leave the group; whoever waits for this rank is told at once."""
+        """Leave the group; peers that wait for this rank get an error at once."""
         self._group = None
 
 
 class ProcessGroupSender:
-    """The trainer's end. `address` is this machine as the receivers reach it; nothing else is listened on."""
+    """The trainer's end. `address` is the only one listened on, and the receivers must be able to reach it."""
 
     def __init__(
         self,
@@ -146,7 +146,8 @@ class ProcessGroupSender:
         self._ranks = range(1, num_receivers + 1)
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self._store: TCPStore | None = None
-        # A store that waits for a key is locked meanwhile. Made once: connecting may ask a slow name server.
+        # A second connection, because a store is locked while it waits for a key. Opened once: connecting may query a
+        # slow name server.
         self._refusals: TCPStore | None = None
         self._group: Any = None
         self._packer = Packer()
@@ -156,9 +157,9 @@ class ProcessGroupSender:
         return self._group is not None
 
     def connect(self, invite: Callable[[Invitation], object]) -> None:
-        """Make the group. `invite` runs in one thread per receiver and blocks until that one has joined.
+        """Set up the group. `invite` runs in one thread per receiver and blocks until that receiver has joined.
 
-        Raises: WeightUpdateError if not everybody is there in time; what `invite` raises.
+        Raises: WeightUpdateError if a receiver does not join in time; any error of `invite`.
         """
         self.close()
         listener = socket.create_server((self._address, 0), family=_family(self._address))
@@ -184,7 +185,7 @@ class ProcessGroupSender:
             self._results(answers)
         except RuntimeError as error:
             self.close()
-            raise WeightUpdateError(f"the group did not come together: {reason_of_gloo(error)}") from error
+            raise WeightUpdateError(f"the process group could not be set up: {reason_of_gloo(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -194,12 +195,12 @@ class ProcessGroupSender:
     ) -> list[Answer]:
         """Broadcast the weights and return every receiver's answer.
 
-        `announce(rank, announcement)` runs in one thread per receiver and blocks until that one has the weights. They
-        must not change until this returns.
-        Raises: WeightUpdateError if a receiver is lost or late; what `announce` raises.
+        `announce(rank, announcement)` runs in one thread per receiver and blocks until that receiver has the weights.
+        The weights must not change until `send` returns.
+        Raises: WeightUpdateError if a receiver is lost or late; any error of `announce`.
         """
         if self._group is None:
-            raise WeightUpdateError("weights were sent before the group was set up")
+            raise WeightUpdateError("weights were sent before the group was set up; call connect() first")
         announcement = Announcement(version, specs_of(weights), self._bucket_bytes)
         buckets = plan_buckets(announcement.specs, self._bucket_bytes)
         try:
@@ -223,7 +224,7 @@ class ProcessGroupSender:
         return next(iter(weights.values())).device if self._backend == "nccl" else torch.device("cpu")
 
     def _call_receivers(self, call: Callable[[int], Answer]) -> list[Future[Answer]]:
-        """Start the calls, and return when every receiver has said that it is ready."""
+        """Start one call per receiver; return when every receiver has reported that it is ready."""
         assert self._store is not None
         assert self._refusals is not None
         refusals = self._refusals
@@ -234,7 +235,7 @@ class ProcessGroupSender:
             try:
                 return call(rank)
             except BaseException:
-                with suppress(RuntimeError):  # the sender may have given up before and closed the store
+                with suppress(RuntimeError):  # the sender may have timed out and closed the store
                     refusals.set(_key(rank), _REFUSED)
                 raise
 
@@ -265,7 +266,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _process_group(store: TCPStore, invitation: Invitation) -> Any:
-    """A group apart from torch's default one: the trainer may have its own."""
+    """A group separate from torch's default group, which the trainer may use."""
     timeout = timedelta(seconds=invitation.timeout_s)
     if invitation.backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
@@ -273,12 +274,12 @@ def _process_group(store: TCPStore, invitation: Invitation) -> Any:
         return dist.ProcessGroupNCCL(store, invitation.rank, invitation.world_size, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
-    # By default gloo listens on whatever the host name stands for.
+    # By default gloo listens on the address that the host name resolves to.
     address = local_address(invitation.master_address, invitation.master_port)
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     return dist.ProcessGroupGloo(store, invitation.rank, invitation.world_size, gloo)
 
 
 def reason_of_gloo(error: Exception) -> str:
-    """The first sentence, without the source file that gloo puts in front."""
+    """First sentence of an error of gloo, without the source location at its start."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

@@ -2,12 +2,12 @@
 
     sender                                              receiver
     send     consumes: the trainer's tensors            receive   consumes: the newest slot
-             waits for: nothing                                   waits for: nothing; lapped by two sends, starts over
+             waits for: nothing                                   waits for: nothing; copies again if two sends lap it
                                                         wait      waits for: a newer version, PATH.sent
                                                                   unblocked by: send
 
-Neither side can hold the other up or break what it has: a sender killed while it writes leaves the newest slot as it
-was, and a receiver only ever reads the file.
+Neither side can block the other or damage its data. A sender killed during a write leaves the newest slot unchanged,
+and a receiver only reads the file.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from midflight.weights.slot_file import (
     lay_out,
 )
 
-_MAX_LAPS = 1000  # each takes two whole sends during one copy; so many mean that the file is broken
+_MAX_LAPS = 1000  # a lap takes two complete sends during one copy; this many mean that the file is broken
 
 
 class SharedMemorySender:
-    """The trainer's end. There is one sender per path; it may be restarted, and then goes on in the same file.
+    """The trainer's end. There is one sender per path; a restarted sender continues in the same file.
 
-    Raises: WeightUpdateError if weights are not as announced, or the file does not fit or is something else.
+    Raises: WeightUpdateError if weights differ from the announcement, if memory has no room for the file, or if `path`
+    is another kind of file.
     """
 
     def __init__(
         self, path: Path, spare: Path | None = None, note: Callable[[str], object] = lambda text: None
     ) -> None:
-        """`spare`: where the file is made if `path` has no room for it; `path` is then a link, and `note` is told."""
+        """Store the paths. If there is no room at `path`, it becomes a link to `spare`, and `note` gets a line."""
         self._path, self._spare, self._note = path, spare, note
         self._file: SlotFile | None = None
         self._views: list[dict[str, Tensor]] = []
@@ -58,7 +59,7 @@ class SharedMemorySender:
         self._fence = Fence()
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
-        """Make the file fit these tensors. One that already does is kept, and what it holds stays the newest."""
+        """Create the file for these tensors. A file that already fits is kept, with its newest weights."""
         layout = lay_out(specs)
         self.close()
         if self._path.exists():
@@ -71,11 +72,11 @@ class SharedMemorySender:
         self._sent = _open_wake_up(self._path)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Make these weights the newest; takes the time of one copy and never waits for a receiver."""
+        """Make these weights the newest. Takes the time of one copy and never waits for a receiver."""
         if self._file is None or self._sent is None:
-            raise WeightUpdateError("weights were sent before they were announced")
+            raise WeightUpdateError("weights were sent before they were announced; call announce() first")
         words = self._file.words
-        slot = (words[NEWEST] & 3) % NUM_SLOTS  # the one after the newest: out of use the longest
+        slot = (words[NEWEST] & 3) % NUM_SLOTS  # the slot after the newest: the oldest weights
         stamp = 1 + max(words[BEGIN : BEGIN + NUM_SLOTS])
         words[BEGIN + slot] = stamp
         self._fence()
@@ -89,7 +90,7 @@ class SharedMemorySender:
         self._sent.notify()
 
     def close(self) -> None:
-        """Let go of the file; receivers go on seeing its newest weights."""
+        """Close the file. Receivers can still read its newest weights."""
         self._views = []
         if self._file is not None:
             self._file.close()
@@ -99,7 +100,7 @@ class SharedMemorySender:
             self._sent = None
 
     def unlink(self) -> None:
-        """Remove the file: receivers then see no weights until a sender announces again."""
+        """Remove the file. Receivers see no weights until a sender announces again."""
         self.close()
         if self._path.is_symlink():
             self._path.readlink().unlink(missing_ok=True)
@@ -120,9 +121,9 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """An engine's end; any number of them may look at one path, before or after its sender makes the file.
+    """An engine's end. Any number of receivers may read one path, even before its sender creates the file.
 
-    Raises: WeightUpdateError if the file is something else, or there is nothing to receive.
+    Raises: WeightUpdateError if `path` is another kind of file, or no weights were sent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,24 +135,24 @@ class SharedMemoryReceiver:
         self._fence = Fence()
 
     def newest_version(self) -> int | None:
-        """The version `receive` would return now, or None if nothing was sent; about a microsecond."""
+        """Version that `receive` would return now, or None if nothing was sent. Takes about a microsecond."""
         file = self._current_file()
         newest = file.words[NEWEST] if file else 0
         return newest >> 2 if newest else None
 
     def receive(self) -> tuple[int, Mapping[str, Tensor]]:
-        """The newest weights and their version, copied into tensors that the next `receive` overwrites."""
+        """Return the newest version and its weights, copied into tensors that the next `receive` overwrites."""
         file = self._current_file()
         if file is None or not file.words[NEWEST]:
-            raise WeightUpdateError(f"{self._path}: no weights have been sent")
+            raise WeightUpdateError(f"{self._path}: no weights have been sent yet")
         for _ in range(_MAX_LAPS):
             version = self._copy_newest(file)
             if version is not None:
                 return version, self._tensors
-        raise WeightUpdateError(f"{self._path}: no whole version could be copied in {_MAX_LAPS} attempts")
+        raise WeightUpdateError(f"{self._path}: no complete version could be copied in {_MAX_LAPS} attempts")
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
-        """Wait for a version above `newer_than`; whether there is one."""
+        """Wait for a version above `newer_than`; return True if there is one, False after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while (version := self.newest_version()) is None or version <= newer_than:
             if not self._sent.wait(deadline_s):
@@ -159,12 +160,12 @@ class SharedMemoryReceiver:
         return True
 
     def close(self) -> None:
-        """Let go of the file; the tensors received last stay valid."""
+        """Close the file. The tensors received last stay valid."""
         self._detach()
         self._sent.close()
 
     def _copy_newest(self, file: SlotFile) -> int | None:
-        """The version that is now in the buffer, or None if the sender wrote to the slot meanwhile."""
+        """Copy the newest slot to the buffer; return its version, or None if the sender wrote to the slot meanwhile."""
         slot = (file.words[NEWEST] & 3) - 1
         stamp = file.words[END + slot]
         self._fence()
@@ -182,7 +183,7 @@ class SharedMemoryReceiver:
         except FileNotFoundError:
             return None
         self._sent.close()
-        self._sent = _open_wake_up(self._path)  # whoever replaced the file may have replaced this too
+        self._sent = _open_wake_up(self._path)  # it may have been replaced together with the file
         slot = torch.empty(self._file.layout.slot_bytes, dtype=torch.uint8)
         self._buffer = slot.numpy()
         self._tensors = self._file.layout.views(slot)
@@ -196,7 +197,7 @@ class SharedMemoryReceiver:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryTransport:
-    """Through a file in the memory of one machine; see SharedMemorySender."""
+    """Weight transport through a file in the shared memory of one machine; see SharedMemorySender."""
 
     shared: Path
     spare: Path
@@ -217,4 +218,4 @@ def _open_wake_up(path: Path) -> WakeUp:
     try:
         return WakeUp(_wake_up_path(path))
     except OSError as error:
-        raise WeightUpdateError(f"cannot wait at {_wake_up_path(path)}: {error.strerror}") from error
+        raise WeightUpdateError(f"cannot open the wake-up FIFO {_wake_up_path(path)}: {error.strerror}") from error

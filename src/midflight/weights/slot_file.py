@@ -1,8 +1,8 @@
-"""The file that shared weights lie in: a header, a few words, and three slots that each hold every tensor once.
+"""The file of shared weights: a header, a few 64-bit words, and three slots that each hold every tensor.
 
-Magic, layout version and JSON of where every tensor lies in a slot; then the words; then the slots. A slot is written
-between two stamps, `begin` before its first byte and `end` after its last, and only then becomes the newest. The newest
-slot is never written to. A copy of a slot is whole if `begin` says after it what `end` said before it.
+The header has a magic number, the layout version, and the JSON layout of a slot. A slot is written between two stamps:
+`begin` before the first byte, `end` after the last. Then the slot becomes the newest; the newest slot is never written
+to. A copy of a slot is complete if `begin`, read after the copy, equals `end`, read before the copy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from midflight.weights.specs import dtype_name, num_bytes, torch_dtype
 
 NUM_SLOTS = 3
 
-# Indices of words. An aligned word is read and written whole, by any core.
+# Indices of words. Every core reads and writes an aligned word atomically.
 NEWEST = 0  # version << 2 | slot + 1, so that one store publishes both; 0 before the first version
-BEGIN, END, VERSION = 8, 16, 24  # + slot; not on the cache line that is polled
+BEGIN, END, VERSION = 8, 16, 24  # + slot; not on the cache line of NEWEST, which receivers poll
 
 _MAGIC = b"MIDFLTWT"
 _LAYOUT_VERSION = 1
@@ -40,7 +40,7 @@ _TENSOR_ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """Where one tensor lies: bytes from the start of a slot."""
+    """Position of one tensor in a slot: offset and size (bytes)."""
 
     spec: TensorSpec
     offset: int
@@ -49,13 +49,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Where every tensor lies in a slot, in the order announced."""
+    """Positions of all tensors in a slot, in the order announced."""
 
     tensors: tuple[PlacedTensor, ...]
     slot_bytes: int
 
     def views(self, slot: Tensor) -> dict[str, Tensor]:
-        """The tensors, as views of a uint8 slot."""
+        """Return the tensors as views of a uint8 slot."""
         return {
             placed.spec.name: slot[placed.offset : placed.offset + placed.num_bytes]
             .view(torch_dtype(placed.spec))
@@ -64,9 +64,9 @@ class SlotLayout:
         }
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, one after the other, each checked against what was announced in its place.
+        """Yield the same weights one by one, each checked against the announcement.
 
-        Raises: WeightUpdateError if one is missing, too many, or of another shape or dtype.
+        Raises: WeightUpdateError if a tensor is missing, out of order, not announced, or of another shape or dtype.
         """
         announced = {placed.spec.name: placed.spec for placed in self.tensors}
         expected = iter(announced.values())
@@ -77,9 +77,9 @@ class SlotLayout:
             if spec is None or spec.name != name:
                 raise WeightUpdateError(_misplaced(name, spec))
             if tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
-                found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                actual = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 raise WeightUpdateError(
-                    f"tensor {spec.name!r} is {found}, announced as {spec.dtype} {list(spec.shape)}"
+                    f"tensor {spec.name!r} is {actual}, announced as {spec.dtype} {list(spec.shape)}"
                 )
             yield name, tensor
         if (spec := next(expected, None)) is not None:
@@ -87,7 +87,7 @@ class SlotLayout:
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
-    """The layout that holds these tensors.
+    """Return the layout of a slot for these tensors.
 
     Raises: WeightUpdateError if a name is announced twice or a dtype cannot be sent.
     """
@@ -104,13 +104,13 @@ def lay_out(specs: Sequence[TensorSpec]) -> SlotLayout:
 def _misplaced(name: str, expected: TensorSpec | None) -> str:
     if expected is None:
         return f"the weights have {name!r} twice"
-    return f"the weights lack {expected.name!r}, or it is not before {name!r}, as was announced"
+    return f"the weights lack {expected.name!r}, or it comes after {name!r}; it was announced before {name!r}"
 
 
 class SlotFile:
     """The mapped file: `layout`, `words` and the three `slots` as uint8 arrays.
 
-    Raises: FileNotFoundError; WeightUpdateError if the file is something else.
+    Raises: FileNotFoundError; WeightUpdateError if `path` is another kind of file.
     """
 
     def __init__(self, path: Path, writable: bool) -> None:
@@ -126,21 +126,21 @@ class SlotFile:
         self.slots = [np.frombuffer(mapped, np.uint8, size, first_slot + index * size) for index in range(NUM_SLOTS)]
 
     def is_removed(self) -> bool:
-        """Whether the path has come to mean another file, or none."""
+        """Return True if the file was removed or replaced by another one."""
         return os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
-        """Let go of the file; the mapping itself goes with the last view of it."""
+        """Close the file. The mapping stays until its last view is gone."""
         self.words.release()
         self.slots = []
         os.close(self._fd)
 
 
 class Fence:
-    """Keeps memory accesses before a call from trading places with those after it, as another core sees them.
+    """Memory barrier: other cores see the accesses before a call ahead of the accesses after the call.
 
-    x86 keeps the order that the two ends need by itself, ARM does not. Giving a lock back and taking it again is the
-    one barrier that Python has.
+    x86 guarantees the order that sender and receiver need; ARM does not. Python has no barrier other than releasing
+    and acquiring a lock.
     """
 
     def __init__(self) -> None:
@@ -153,14 +153,14 @@ class Fence:
 
 
 def create(path: Path, layout: SlotLayout) -> None:
-    """Put a file with empty slots at `path`, whole or not at all, with its memory set aside.
+    """Create a file with empty slots at `path`, atomically, and reserve its memory.
 
-    Without that, memory that runs out would kill the sender with SIGBUS in the middle of a write.
-    Raises: WeightUpdateError if it does not fit.
+    Without the reservation, a shortage of memory would kill the sender with SIGBUS during a write.
+    Raises: WeightUpdateError if there is no room for the file.
     """
     text = msgspec.json.encode(layout)
     size = _first_slot(len(text)) + NUM_SLOTS * layout.slot_bytes
-    draft = path.with_name(f".{path.name}.new")  # always the same, so that killed senders leave no more than one
+    draft = path.with_name(f".{path.name}.new")  # a fixed name, so that killed senders leave at most one draft
     try:
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -178,7 +178,7 @@ def create(path: Path, layout: SlotLayout) -> None:
 
 
 def _read_header(path: Path, fd: int) -> tuple[SlotLayout, int]:
-    """The layout and where the first slot starts."""
+    """Return the layout and the offset of the first slot (bytes)."""
     try:
         magic, layout_version, num_text_bytes = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         if magic != _MAGIC:
@@ -197,7 +197,7 @@ def _read_header(path: Path, fd: int) -> tuple[SlotLayout, int]:
 def _map(fd: int, writable: bool) -> mmap.mmap:
     if not writable:
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    # Faulting the pages in one by one makes the first sends many times slower than the later ones.
+    # Mapping all pages at once: page faults one by one would make the first sends many times slower than later ones.
     populate = getattr(mmap, "MAP_POPULATE", 0)  # not on macOS
     return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)
 

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of the tensors that travel, and their sizes."""
+"""Names, shapes, dtypes and sizes of the tensors that a transport carries."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """Return the specs of these tensors, in their order."""
     return tuple(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in weights.items())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that a TensorSpec uses."""
+    """Name of a dtype in a TensorSpec, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """Raises: WeightUpdateError if the dtype cannot be sent."""
+    """Return the dtype of a spec. Raises: WeightUpdateError if the dtype cannot be sent."""
     if spec.dtype not in _DTYPES:
         raise WeightUpdateError(f"tensor {spec.name!r} is {spec.dtype}; only {', '.join(_DTYPES)} can be sent")
     return _DTYPES[spec.dtype]
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Raises: WeightUpdateError if the dtype cannot be sent."""
+    """Size of a tensor (bytes). Raises: WeightUpdateError if the dtype cannot be sent."""
     return math.prod(spec.shape) * torch_dtype(spec).itemsize

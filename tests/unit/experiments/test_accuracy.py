@@ -1,4 +1,4 @@
-"""When which accuracy was reached, from checkpoints that only know their clock."""
+"""Time to each level of accuracy, from checkpoints that hold only their clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midflight.trainer.state import TrainerState
 
 
 def make_checkpoints(directory: Path, num: int) -> list[Path]:
-    """Ten steps and five seconds apart."""
+    """Save checkpoints ten steps and five seconds apart."""
     for index in range(1, num + 1):
         state = TrainerState(version=10 * index, wall_s=5.0 * index)
         save_checkpoint(directory, state, lambda path: None, keep=100)
@@ -22,7 +22,7 @@ def test_checkpoints_are_listed_by_their_steps(tmp_path: Path) -> None:
     assert names == [f"step_{10 * index}" for index in range(1, 11)]
 
 
-def test_each_level_has_the_clock_of_the_first_checkpoint_that_reached_it(tmp_path: Path) -> None:
+def test_each_level_has_the_clock_of_its_first_checkpoint(tmp_path: Path) -> None:
     accuracies = {
         "step_10": 0.5,
         "step_20": 0.82,
@@ -44,11 +44,11 @@ def test_each_level_has_the_clock_of_the_first_checkpoint_that_reached_it(tmp_pa
         "steps_to_accuracy": {"0.8": 20, "0.85": 40, "0.9": 50},
         "final_accuracy": 0.75,
     }
-    assert evaluated == [*list(accuracies)[:5], "step_70"], "in order, no further than needed, and the last one"
+    assert evaluated == [*list(accuracies)[:5], "step_70"], "in order up to the highest level, then the newest"
 
 
 def test_levels_that_are_not_reached_are_null(tmp_path: Path) -> None:
     figures = accuracy_figures(make_checkpoints(tmp_path, 2), lambda _: 0.81)
     assert figures["seconds_to_accuracy"] == {"0.8": 5.0, "0.85": None, "0.9": None}
-    nothing = accuracy_figures([], lambda _: 1.0)
-    assert set(nothing["steps_to_accuracy"].values()) == {nothing["final_accuracy"]} == {None}
+    empty = accuracy_figures([], lambda _: 1.0)
+    assert set(empty["steps_to_accuracy"].values()) == {empty["final_accuracy"]} == {None}

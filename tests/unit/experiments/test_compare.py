@@ -1,4 +1,4 @@
-"""What a comparison checks before it starts anything, and what it makes of its runs, which are faked here."""
+"""Comparisons: checks before any run starts, and the results of runs, which are faked here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 class FakeRuns:
-    """Stands in for `train`: writes what a run of three checkpoints leaves and notes how it was asked to."""
+    """Stand-in for `train`: writes the files of a run with three checkpoints and records its arguments."""
 
     def __init__(self) -> None:
         self.overrides: list[list[str]] = []
@@ -84,10 +84,10 @@ WRONG = [
     (["--schedules", "pipeline", "model.path=/nowhere"], "there is no directory /nowhere"),
     (
         ["--schedules", "pipeline", "trainer.max_steps=5"],
-        "in a comparison --seconds or --steps decides about trainer.max_steps",
+        "in a comparison, --seconds or --steps sets trainer.max_steps",
     ),
-    (["--schedules", "pipeline", "run.directory=x"], "in a comparison --out decides about run.directory"),
-    (["--schedules", "pipeline", "trainer.checkpoint_every=5"], "--accuracy-every decides"),
+    (["--schedules", "pipeline", "run.directory=x"], "in a comparison, --out sets run.directory"),
+    (["--schedules", "pipeline", "trainer.checkpoint_every=5"], "--accuracy-every sets"),
     (["--seconds", "0"], "--seconds: should be greater than 0, got 0"),
     (["--seconds", "nan"], "--seconds: should be greater than 0, got nan"),
     (["--steps", "0"], "--steps: should be at least 1, got 0"),
@@ -105,7 +105,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_wrong_input_is_one_line_and_starts_nothing(
+def test_wrong_input_is_one_line_and_starts_no_run(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -125,7 +125,7 @@ def test_wrong_input_is_one_line_and_starts_nothing(
     assert not out.exists()
 
 
-def test_the_recipes_own_schedule_keeps_its_keys(runs: FakeRuns, tmp_path: Path) -> None:
+def test_the_schedule_of_the_recipe_keeps_its_keys(runs: FakeRuns, tmp_path: Path) -> None:
     comparison = plan("schedule.num_in_flight=24", schedules="conventional,pipeline")
     run_comparison(comparison, tmp_path / "out", silent)
     conventional, pipeline = (load_recipe(RECIPE, overrides).schedule for overrides in runs.overrides)
@@ -133,9 +133,7 @@ def test_the_recipes_own_schedule_keeps_its_keys(runs: FakeRuns, tmp_path: Path)
     assert instance(pipeline, PipelineConfig).num_in_flight == 24
 
 
-def test_schedules_alternate_within_a_seed_and_every_run_is_under_the_same_conditions(
-    runs: FakeRuns, tmp_path: Path
-) -> None:
+def test_schedules_alternate_under_the_same_conditions(runs: FakeRuns, tmp_path: Path) -> None:
     comparison = plan("run.seed=5", "eval.num_problems=9", num_seeds=2)
     result = run_comparison(comparison, tmp_path / "out", silent)
     recipes = [load_recipe(RECIPE, overrides) for overrides in runs.overrides]
@@ -161,15 +159,13 @@ def test_the_result_is_written_and_drawn(runs: FakeRuns, tmp_path: Path) -> None
     assert len(result["runs"][0]["curve"]) == 30
 
 
-def test_without_matplotlib_there_is_no_picture(
-    runs: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_there_is_no_plot(runs: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said: list[str] = []
-    run_comparison(plan(), tmp_path / "out", said.append)
+    reports: list[str] = []
+    run_comparison(plan(), tmp_path / "out", reports.append)
     assert (tmp_path / "out" / "compare.json").exists()
     assert not (tmp_path / "out" / "compare.png").exists()
-    assert any("midflight[plot]" in line for line in said)
+    assert any("midflight[plot]" in line for line in reports)
 
 
 def test_checkpoints_are_evaluated_and_all_but_the_newest_deleted(
@@ -193,13 +189,13 @@ def test_checkpoints_are_evaluated_and_all_but_the_newest_deleted(
     trainer = load_recipe(RECIPE, runs.overrides[0]).trainer
     assert trainer.checkpoint_every == 10
     assert trainer.keep_checkpoints >= 1_000_000
-    assert [each.name for each in checkpoints_in(runs.directories[0] / "checkpoints")] == ["step_30"]
+    assert [path.name for path in checkpoints_in(runs.directories[0] / "checkpoints")] == ["step_30"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "every"), [(("trainer.checkpoint_every=15",), 0), (("eval.num_problems=0",), 10)]
 )
-def test_without_evaluation_checkpoints_are_the_recipes(
+def test_without_evaluation_the_recipe_sets_checkpoints(
     runs: FakeRuns, tmp_path: Path, overrides: tuple[str, ...], every: int
 ) -> None:
     result = run_comparison(plan(*overrides, accuracy_every=every), tmp_path / "out", silent)
@@ -211,7 +207,7 @@ def test_without_evaluation_checkpoints_are_the_recipes(
     assert len(checkpoints_in(runs.directories[0] / "checkpoints")) == 3
 
 
-def test_a_directory_that_holds_something_is_left_alone(runs: FakeRuns, tmp_path: Path) -> None:
+def test_a_nonempty_directory_stays_unchanged(runs: FakeRuns, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for out in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(RunDirectoryError, match="exists and is not an empty directory"):
@@ -220,8 +216,8 @@ def test_a_directory_that_holds_something_is_left_alone(runs: FakeRuns, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_run_that_fails_says_which_and_why(tmp_path: Path) -> None:
-    """With a real process: this recipe is gone when the run starts."""
+def test_a_failed_run_is_named_with_its_error(tmp_path: Path) -> None:
+    """The run is a real process; its recipe is deleted before it starts."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'[model]\npath = "{RECIPE.parent / "models" / "chain_sums"}"\n')
     comparison = plan_comparison(recipe, [], parse_variants("schedule", "april"), length=RunLength(seconds=1.0))
@@ -230,7 +226,7 @@ def test_a_run_that_fails_says_which_and_why(tmp_path: Path) -> None:
         run_comparison(comparison, tmp_path / "out", silent)
 
 
-def test_two_schedules_may_differ_in_one_key_only() -> None:
+def test_two_schedules_may_differ_in_one_key() -> None:
     comparison = plan(schedules="bounded:max_lag=1,bounded:max_lag=2,one_step_off")
     assert [variant.text for variant in comparison.variants] == [
         "bounded:max_lag=1",
@@ -247,6 +243,6 @@ def test_losses_are_compared_over_the_same_optimizer_steps(runs: FakeRuns, tmp_p
     dapo, ppo = (load_recipe(RECIPE, overrides) for overrides in runs.overrides)
     assert (dapo.loss.type, dapo.advantage.type) == ("dapo", "group_mean_std")
     assert (ppo.loss.type, ppo.advantage.type) == ("ppo", "value")
-    assert {(each.trainer.max_steps, each.trainer.max_seconds) for each in (dapo, ppo)} == {(30, None)}
+    assert {(recipe.trainer.max_steps, recipe.trainer.max_seconds) for recipe in (dapo, ppo)} == {(30, None)}
     assert [row["loss"] for row in result["rows"]] == ["dapo", "ppo:advantage.type=value"]
     assert (result["seconds"], result["steps"]) == (None, 30)

@@ -1,4 +1,4 @@
-"""Figures of one run, of all seeds of a schedule, and the table."""
+"""Figures of one run, of all seeds of a schedule, and the table of schedules."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rates_are_per_second_of_the_run_and_of_rollouts() -> None:
     assert run_figures(summary(rollout_s=0.0), [], reached_at({}))["trained_tokens_per_rollout_s"] is None
 
 
-def test_the_row_of_one_run_is_that_run() -> None:
+def test_the_row_of_one_run_has_its_figures() -> None:
     run = make_run(reached={"0.8": 4.0, "0.85": 5.0, "0.9": None})
     row = combine_seeds([run])
     assert row == {key: run[key] for key in run if key not in ("seed", "run_directory", "curve")}
@@ -65,7 +65,7 @@ def test_the_row_of_one_run_is_that_run() -> None:
     assert isinstance(row["max_lag"], int)
 
 
-def test_rows_hold_medians_inside_of_objects_too() -> None:
+def test_rows_hold_medians_of_nested_figures() -> None:
     runs = [
         make_run(0, mean_lag=1.0, idle={"generation": 0.1, "trainer": 0.9}, mean_ess=None),
         make_run(1, mean_lag=7.0, idle={"generation": 0.2, "trainer": 0.5}, mean_ess=0.5),

@@ -1,4 +1,4 @@
-"""Schedules and losses as they are listed on the command line."""
+"""Parsing of schedules and losses as listed on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from midflight.errors import RecipeError
 from midflight.experiments.variants import parse_variants
 
 
-def test_a_list_of_types_and_keys() -> None:
+def test_types_and_keys_are_parsed() -> None:
     april, conventional, bounded = parse_variants(
         "schedule", "april, conventional:steps_per_rl_step=4,bounded:max_lag=2:updates=x"
     )
@@ -22,7 +22,7 @@ def test_a_list_of_types_and_keys() -> None:
     "text",
     ["", "pipeline,", "pipeline,,april", ":max_lag=2", "bounded:", "bounded:max_lag", "bounded:max_lag=", "bounded:=2"],
 )
-def test_anything_else_is_an_error(text: str) -> None:
+def test_a_malformed_list_is_an_error(text: str) -> None:
     with pytest.raises(RecipeError, match="--schedules"):
         parse_variants("schedule", text)
 
@@ -33,7 +33,7 @@ def test_a_type_may_be_an_import_path() -> None:
     assert bounded.overrides == ("schedule.type=bounded",)
 
 
-def test_a_schedule_has_one_type() -> None:
+def test_a_second_type_is_an_error() -> None:
     with pytest.raises(RecipeError, match="'type=april' in 'pipeline:type=april'"):
         parse_variants("schedule", "pipeline:type=april")
 

@@ -1,4 +1,4 @@
-"""The figure of off-policy diagnostics: what it shows, and what it says when there is nothing to show."""
+"""The plot of off-policy diagnostics: its labels, and runs with missing metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISMATCH: dict[str, Any] = {"mismatch/mean": 1e-7, "mismatch/max": 1e-6, "mismat
 
 
 def make_run(directory: Path, num_steps: int = 5, **others: Any) -> Path:
-    """Lags up to 3, and no token in the last tenth."""
+    """Write a run with lags up to 3 and no token in the last tenth of responses."""
     directory.mkdir()
     (directory / "config.toml").write_text('[schedule]\ntype = "conventional"\nsteps_per_rl_step = 4\n')
     line = {
@@ -34,14 +34,14 @@ def make_run(directory: Path, num_steps: int = 5, **others: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def svg_with_text() -> Iterator[None]:
-    """SVG files with their text as text, so that a test can read it."""
+    """Draw SVG files with text elements instead of outlines, so that a test can read the text."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.rcParams["svg.fonttype"] = "none"
     yield
     matplotlib.rcdefaults()
 
 
-def test_the_figure_names_its_runs_its_axes_and_the_buckets_that_have_tokens(tmp_path: Path) -> None:
+def test_the_plot_labels_runs_axes_and_filled_buckets(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, **MISMATCH) for name in ("a", "b")]
     plot_diagnostics(runs, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
@@ -55,12 +55,12 @@ def test_the_figure_names_its_runs_its_axes_and_the_buckets_that_have_tokens(tmp
     assert "64+" not in text
 
 
-def test_without_any_token_of_one_version_the_figure_says_so(tmp_path: Path) -> None:
+def test_a_plot_without_mismatch_says_why(tmp_path: Path) -> None:
     plot_diagnostics([make_run(tmp_path / "a")], tmp_path / "plot.svg")
     assert "no sequence was sampled and trained on" in (tmp_path / "plot.svg").read_text()
 
 
-def test_a_step_whose_mismatch_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_steps_with_nan_mismatch_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", **MISMATCH)
     broken = {**json.loads((run / "metrics.jsonl").read_text().splitlines()[0]), "version": 6}
     with (run / "metrics.jsonl").open("a") as file:
@@ -75,7 +75,7 @@ def test_short_runs_are_drawn(tmp_path: Path, num_steps: int) -> None:
     plot_diagnostics([make_run(tmp_path / "a", num_steps, **MISMATCH)], tmp_path / "plot.png")
 
 
-def test_a_run_without_such_metrics_is_named(tmp_path: Path) -> None:
+def test_a_run_without_these_metrics_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     (run / "metrics.jsonl").write_text('{"version": 1, "reward/mean": 0.5}\n')
     with pytest.raises(RunDirectoryError, match=f"{run} holds no metrics by lag"):

@@ -1,4 +1,4 @@
-"""What a person sees: every figure of a run on a terminal, one line without one, and the summary."""
+"""Terminal output of a run: the live view, plain lines without a terminal, and the summary."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_the_sparkline_rises_with_the_reward() -> None:
     assert (sparks[0], sparks[-1]) == ("▁", "█")
 
 
-def test_metrics_that_a_step_does_not_have_are_no_error() -> None:
-    """A step without an update has no pause, and one without a gradient no ESS; a null stands for not a number."""
+def test_missing_metrics_are_no_error() -> None:
+    """A step without an update has no pause, and a step without a gradient has no ESS; null means not a number."""
     incomplete = line(2, ess=None, **{"reward/mean": None})
     del incomplete["update/pause_s"], incomplete["lag/mean"]
     text = shown_on_terminal(line(1), incomplete)
@@ -112,7 +112,7 @@ def test_metrics_that_a_step_does_not_have_are_no_error() -> None:
     assert "4.2 ms" in text
 
 
-def test_steps_that_happen_again_after_a_resume_replace_what_was_known() -> None:
+def test_steps_repeated_after_a_resume_replace_the_old_ones() -> None:
     view = LiveView(100, terminal())
     view.update([line(version, **{"reward/mean": 0.9, "wall_s": 10.0 * version}) for version in range(1, 31)])
     view.update([line(version, **{"reward/mean": 0.1, "wall_s": 1.0 * version}) for version in range(1, 11)])
@@ -132,7 +132,7 @@ def test_a_terminal_is_redrawn_and_ends_with_one_plain_line() -> None:
     assert "step 3/3" in output(console).splitlines()[-1]
 
 
-def test_without_a_terminal_there_is_one_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_lines_are_printed_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("midflight.report.progress.time.monotonic", lambda: now[0])
     console = pipe()
@@ -147,7 +147,7 @@ def test_without_a_terminal_there_is_one_line_now_and_then(monkeypatch: pytest.M
     assert "\x1b" not in output(console)
 
 
-def test_groups_that_fail_are_seen_while_the_run_goes_on() -> None:
+def test_failed_groups_are_shown_during_the_run() -> None:
     console = pipe()
     with LiveView(10, console) as view:
         view.update([line(1), line(2, **{"dropped/failed_groups": 3.0})])
@@ -215,8 +215,8 @@ def printed(values: dict[str, Any]) -> str:
 
 
 def row(text: str, title: str) -> str:
-    (found,) = [line for line in text.splitlines() if re.match(rf"│ *(accuracy, sampled, )?{re.escape(title)}", line)]
-    return found
+    (line,) = [line for line in text.splitlines() if re.match(rf"│ *(accuracy, sampled, )?{re.escape(title)}", line)]
+    return line
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def row(text: str, title: str) -> str:
         ("effective sample size", ["0.9971"]),
         ("idle", ["0.0072", "0.1102"]),
         ("tokens of older weights", ["98.7 %", "carried over 3.2 %"]),
-        ("processes started again", ["2 trainer, 1 rollout"]),
+        ("process restarts", ["2 trainer, 1 rollout"]),
         ("length", ["19.2 generated", "19.0 trained", "44.0 dropped", "bias 0.0104"]),
         ("dropped", ["2 without signal", "1 because of a full queue"]),
         ("failed groups", ["most often (1 of 1) by ValueError: not [a number] (task.py:7)"]),
@@ -249,7 +249,7 @@ def test_the_summary_shows(title: str, figures: list[str]) -> None:
         assert figure in text
 
 
-def test_the_run_directory_can_be_copied_from_the_screen() -> None:
+def test_the_run_directory_is_printed_on_one_line() -> None:
     assert printed(summary()).splitlines()[-1] == summary()["run_directory"]
 
 
@@ -265,7 +265,7 @@ def test_one_evaluation_is_shown_without_the_other() -> None:
 
 
 def test_evaluations_of_different_problems_are_shown_side_by_side() -> None:
-    """A resumed run may evaluate on more problems, and so on difficulties that it had not seen before."""
+    """A resumed run may evaluate on more problems, with difficulties that the first evaluation did not have."""
     few = evaluation(0.3, num_problems=2, sampled_accuracy_hard=None, sampled_accuracy_by_difficulty={"2": 0.5})
     text = printed(summary(eval_before=few))
     assert "- -> 0.850" in row(text, "difficulty 5-8")

@@ -1,4 +1,4 @@
-"""Runs side by side: labels, the table, and that the plot shows what the runs hold."""
+"""Comparison of runs: labels, the table and the plot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_run(directory: Path, schedule: str, num_steps: int = 30, **summary: Any
 
 @pytest.fixture
 def svg_with_text() -> Iterator[None]:
-    """SVG files with their text as text, so that a test can read it."""
+    """Draw SVG files with text elements instead of outlines, so that a test can read the text."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.rcParams["svg.fonttype"] = "none"
     yield
@@ -71,25 +71,25 @@ def test_the_table_has_a_line_per_run(tmp_path: Path) -> None:
         ('type = "one_step_off"\n', "one_step_off"),
     ],
 )
-def test_a_label_says_what_the_schedule_was_set_to(tmp_path: Path, schedule: str, label: str) -> None:
+def test_labels_show_the_settings_of_the_schedule(tmp_path: Path, schedule: str, label: str) -> None:
     _, line = run_table([make_run(tmp_path / "a", schedule)]).splitlines()
     assert line.split("  ")[0] == label
 
 
-def test_what_was_dropped_is_shown_with_its_length(tmp_path: Path) -> None:
+def test_dropped_groups_are_shown_with_their_length(tmp_path: Path) -> None:
     dropped = {"filtered": 3, "queue_full": 9}
     bias = {"ks": 0.0625, "mean_generated": 19.0, "mean_trained": 17.0, "mean_dropped": 41.5}
     run = make_run(tmp_path / "a", PIPELINE, dropped=dropped, length_bias=bias)
     assert run_table([run]).endswith("  12 groups, mean length 41.5 of 19.0 generated, KS 0.062")
 
 
-def test_lengths_of_what_was_dropped_after_the_last_step_are_not_known(tmp_path: Path) -> None:
+def test_lengths_dropped_after_the_last_step_are_unknown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", PIPELINE, dropped={"filtered": 3, "queue_full": 0})
     assert run_table([run]).endswith("0.9987  3 groups")
 
 
 @pytest.mark.usefixtures("svg_with_text")
-def test_the_plot_names_its_runs_and_its_axes(tmp_path: Path) -> None:
+def test_the_plot_labels_runs_and_axes(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", PIPELINE), make_run(tmp_path / "b", CONVENTIONAL)]
     plot_runs(runs, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
@@ -107,7 +107,7 @@ def test_runs_with_the_same_schedule_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("svg_with_text")
-def test_runs_with_the_same_label_share_a_color_and_a_line_in_the_legend(tmp_path: Path) -> None:
+def test_runs_with_the_same_label_share_a_legend_entry(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, PIPELINE) for name in ("seed-0", "seed-1", "other")]
     plot_runs(runs, tmp_path / "plot.svg", ["mine", "mine", "yours"])
     text = (tmp_path / "plot.svg").read_text().lower()
@@ -118,7 +118,7 @@ def test_runs_with_the_same_label_share_a_color_and_a_line_in_the_legend(tmp_pat
     assert "#009e73" not in text
 
 
-def test_a_picture_comes_out(tmp_path: Path) -> None:
+def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_runs([make_run(tmp_path / "a", PIPELINE, num_steps=1)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -132,14 +132,14 @@ def test_steps_without_a_reward_are_left_out_of_the_plot(tmp_path: Path) -> None
     plot_runs([run], tmp_path / "plot.png")
 
 
-def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"midflight\[plot\]"):
         plot_runs([make_run(tmp_path / "a", PIPELINE)], tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("missing", ["config.toml", "summary.json"])
-def test_the_table_says_which_directory_is_no_finished_run(tmp_path: Path, missing: str) -> None:
+def test_the_table_names_the_unfinished_run(tmp_path: Path, missing: str) -> None:
     run = make_run(tmp_path / "a", PIPELINE)
     (run / missing).unlink()
     with pytest.raises(RunDirectoryError, match=str(run)):
@@ -147,7 +147,7 @@ def test_the_table_says_which_directory_is_no_finished_run(tmp_path: Path, missi
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_the_plot_says_which_run_has_no_steps(tmp_path: Path, content: str | None) -> None:
+def test_a_run_without_steps_cannot_be_plotted(tmp_path: Path, content: str | None) -> None:
     pytest.importorskip("matplotlib")
     run = make_run(tmp_path / "a", PIPELINE)
     (run / "metrics.jsonl").unlink()

@@ -1,4 +1,4 @@
-"""Which servers of a run's registry are members of its pool, as time goes by."""
+"""Servers of a run's registry join its engine pool, leave it, and are retried."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class Connected(ScriptedGenerator):
 
 
 class Controls:
-    """Servers that can be reached or not, attempts that end at once or when told to, a clock to move on."""
+    """Servers that can be reached or not, connection attempts that end at once or on request, and a clock."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         directory.mkdir()
         self.directory, self.now_s, self.notes = directory, 0.0, list[str]()
-        self.answers: dict[str, Exception] = {}  # url: why not
+        self.errors: dict[str, Exception] = {}  # by URL: the error of a connection attempt
         self.attempts: list[str] = []
-        self.made: list[Connected] = []
-        self.held: list[Callable[[], None]] | None = None
+        self.connected: list[Connected] = []
+        self.held: list[Callable[[], None]] | None = None  # connection attempts to finish on request; None: at once
         self.weight_error: Exception | None = None
-        self.transfer_s = 0.0  # how long it takes to get weights to a server
+        self.transfer_s = 0.0  # duration of a weight transfer
         monkeypatch.setattr(engines, "run_in_background", self._run)
         connect = cast(Connect, self._connect)
         self.servers = Servers(directory, connect, threading.Event(), self.notes.append, lambda: self.now_s)
@@ -80,7 +80,7 @@ class Controls:
         os.utime(path, ns=(at, at))
 
     def discover(self, after_s: float = LOOK_S) -> frozenset[str]:
-        """Twice: an attempt that ends at once is seen by the next look."""
+        """Advance the clock and step twice: the second step sees the attempts that ended in the first."""
         self.now_s += after_s
         self.pool.step()
         self.pool.step()
@@ -88,10 +88,10 @@ class Controls:
 
     def _connect(self, url: str, ended: threading.Event) -> Connected:
         self.attempts.append(url)
-        if url in self.answers:
-            raise self.answers[url]
-        self.made.append(Connected(url, self.weight_error))
-        return self.made[-1]
+        if url in self.errors:
+            raise self.errors[url]
+        self.connected.append(Connected(url, self.weight_error))
+        return self.connected[-1]
 
     def _transfer(self, function):  # type: ignore[no-untyped-def]
         self.now_s += self.transfer_s
@@ -118,7 +118,7 @@ def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controls:
     return Controls(tmp_path / "engines", monkeypatch)
 
 
-def test_servers_join_when_they_are_registered_and_leave_when_they_are_not(controls: Controls) -> None:
+def test_registered_servers_join_and_removed_servers_leave(controls: Controls) -> None:
     assert controls.discover() == frozenset()
     controls.write("one", "http://one:1/")
     controls.write("two", "http://two:2")
@@ -127,16 +127,16 @@ def test_servers_join_when_they_are_registered_and_leave_when_they_are_not(contr
     (controls.directory / "one.json").unlink()
     assert controls.discover(after_s=LOOK_S / 2) == {"one", "two"}
     assert controls.discover() == {"two"}
-    assert [each.is_closed for each in controls.made] == [True, False]
+    assert [engine.is_closed for engine in controls.connected] == [True, False]
     assert controls.notes == [
         "engine one joined with weights of version 0",
         "engine two joined with weights of version 0",
-        "engine one left: it was taken out of the registry",
+        "engine one left: it was removed from the registry",
     ]
 
 
-def test_a_server_that_is_not_there_is_tried_again_less_and_less_often(controls: Controls) -> None:
-    controls.answers["http://one:1"] = GenerationLostError("connection refused")
+def test_unreachable_servers_are_retried_with_growing_delays(controls: Controls) -> None:
+    controls.errors["http://one:1"] = GenerationLostError("connection refused")
     controls.write("one", "http://one:1")
     tried_at = []
     for _ in range(200):
@@ -146,20 +146,20 @@ def test_a_server_that_is_not_there_is_tried_again_less_and_less_often(controls:
     waits = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
     assert waits[:6] == [1, 2, 4, 8, 16, 32]
     assert set(waits[6:]) == {BACKOFF_S[1]}
-    refused = "engine one is not there: connection refused; next attempt in"
+    refused = "engine one cannot be reached: connection refused; next attempt in"
     assert controls.notes[:2] == [f"{refused} 1 s", f"{refused} 2 s"]
     assert controls.notes[-2:] == [f"{refused} 60 s"] * 2
-    del controls.answers["http://one:1"]
+    del controls.errors["http://one:1"]
     assert controls.discover(BACKOFF_S[1]) == {"one"}
 
 
-def test_a_server_that_never_gets_its_weights_is_tried_less_and_less_often(controls: Controls) -> None:
-    """Each time it can be reached, and the transfer takes long before it fails."""
-    controls.weight_error, controls.transfer_s = WeightUpdateError("the group did not come together"), 100.0
+def test_failed_weight_transfers_are_retried_with_growing_delays(controls: Controls) -> None:
+    """The server can be reached every time, and every transfer fails after a long time."""
+    controls.weight_error, controls.transfer_s = WeightUpdateError("the process group could not be set up"), 100.0
     controls.write("one", "http://one:1")
     while len(controls.attempts) < 9:
         controls.discover()
-    why = "engine one could not join: the group did not come together; next attempt in"
+    why = "engine one could not join: the process group could not be set up; next attempt in"
     assert controls.notes == [f"{why} {delay} s" for delay in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
     controls.transfer_s = 0.0
     controls.weight_error = None
@@ -172,26 +172,26 @@ def test_a_server_that_never_gets_its_weights_is_tried_less_and_less_often(contr
         controls.discover()
     controls.discover()
     controls.pool.lose("one", "it hangs")
-    assert controls.notes[-1] == "engine one left: it hangs; next attempt in 1 s", "it has served meanwhile"
+    assert controls.notes[-1] == "engine one left: it hangs; next attempt in 1 s", "serving resets the delay"
 
 
-def test_a_server_that_was_lost_joins_again_at_once_when_it_was_started_again(controls: Controls) -> None:
+def test_a_restarted_server_joins_without_delay(controls: Controls) -> None:
     controls.write("one", "http://one:1")
     controls.discover()
-    controls.answers["http://one:1"] = GenerationLostError("connection refused")
+    controls.errors["http://one:1"] = GenerationLostError("connection refused")
     controls.write("one", "http://one:1", at=2)
     assert controls.discover() == frozenset()
     assert controls.notes[1:] == [
-        "engine one left: it was started again",
-        "engine one is not there: connection refused; next attempt in 1 s",
+        "engine one left: it was restarted",
+        "engine one cannot be reached: connection refused; next attempt in 1 s",
     ]
-    del controls.answers["http://one:1"]
+    del controls.errors["http://one:1"]
     controls.write("one", "http://one:1", at=3)
     assert controls.discover() == {"one"}
 
 
-def test_a_server_that_does_not_fit_is_not_tried_again_until_it_is_another(controls: Controls) -> None:
-    controls.answers["http://one:1"] = ModelError("its model has a vocabulary of 7 tokens")
+def test_an_unsuitable_server_is_retried_only_after_a_restart(controls: Controls) -> None:
+    controls.errors["http://one:1"] = ModelError("its model has a vocabulary of 7 tokens")
     controls.write("one", "http://one:1")
     for _ in range(100):
         controls.discover()
@@ -202,25 +202,25 @@ def test_a_server_that_does_not_fit_is_not_tried_again_until_it_is_another(contr
     assert len(controls.attempts) == 2
 
 
-def test_a_server_that_hangs_is_found_out(controls: Controls) -> None:
-    """Also while nobody asks it for anything else, and when it is leaving already."""
+def test_a_hanging_server_is_removed(controls: Controls) -> None:
+    """A probe detects the hang while no other call reaches the server, and while the server is leaving."""
     for name in ("one", "two"):
         controls.write(name, f"http://{name}:1")
     controls.discover()
     request = GenerationRequest(RolloutId(0), np.array([1], np.int32), SamplingParams(8), seed=0)
     controls.pool.add([request])
-    for engine in controls.made:
+    for engine in controls.connected:
         engine.step = list  # type: ignore[method-assign]
     assert controls.discover(PROBE_S) == {"one", "two"}
-    controls.made[0].hangs = True
+    controls.connected[0].hangs = True
     (controls.directory / "one.json").unlink()
     assert controls.discover() == {"one", "two"}
     assert controls.discover(PROBE_S) == {"two"}
     assert controls.notes[-1] == "engine one left: no answer; 1 rollouts go on elsewhere"
-    assert controls.made[1].num_in_flight == 1
+    assert controls.connected[1].num_in_flight == 1
 
 
-def test_what_is_no_entry_is_noted_once(controls: Controls) -> None:
+def test_invalid_entries_are_reported_once(controls: Controls) -> None:
     for index, text in enumerate(["{", "[]", '{"url": 7}', "{}"]):
         (controls.directory / f"{index}.json").write_text(text)
     (controls.directory / "x.json.partial").write_text("{")
@@ -232,7 +232,7 @@ def test_what_is_no_entry_is_noted_once(controls: Controls) -> None:
     )
 
 
-def test_a_connection_that_comes_about_too_late_is_closed(controls: Controls) -> None:
+def test_a_connection_that_is_too_late_is_closed(controls: Controls) -> None:
     controls.held = []
     controls.write("one", "http://one:1")
     controls.discover()
@@ -241,7 +241,7 @@ def test_a_connection_that_comes_about_too_late_is_closed(controls: Controls) ->
     (carry_out,) = controls.held
     carry_out()
     assert controls.discover() == frozenset()
-    assert [each.is_closed for each in controls.made] == [True]
+    assert [engine.is_closed for engine in controls.connected] == [True]
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_a_server_registers_and_withdraws(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://0.0.0.0:8123", "http://[::]:8123"])
-def test_a_server_that_listens_everywhere_says_which_machine_it_is_on(
+def test_a_server_on_all_addresses_registers_its_host_name(
     run: RunDirectory, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
@@ -275,7 +275,7 @@ def test_a_server_that_listens_everywhere_says_which_machine_it_is_on(
     assert entry.url == "http://node7:8123"
 
 
-def test_there_must_be_a_run_that_wants_servers(tmp_path: Path) -> None:
+def test_only_runs_with_http_engines_can_be_joined(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no run"):
         Registration(tmp_path)
     run = create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}"]))

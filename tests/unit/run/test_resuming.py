@@ -1,4 +1,4 @@
-"""What a loss of power, or a hand in the run directory, may have done to what a run left."""
+"""Resuming a run after a power failure, or after manual changes in the run directory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def a_run(tmp_path: Path, *overrides: str) -> tuple[RunDirectory, Recipe]:
 
 
 def actor_after(num_batches: int) -> ActorState:
-    """Two groups to a batch, and always two that are open."""
+    """State of an actor with two groups per batch and two open groups."""
     start = 2 * num_batches
     return ActorState(GroupId(start + 2), [GroupId(start), GroupId(start + 1)], num_batches)
 
@@ -73,7 +73,7 @@ def append_batches(run: RunDirectory, recipe: Recipe, indices: Sequence[int]) ->
 def save_partials(
     run: RunDirectory, state: ActorState, tokens: Sequence[int], versions: Sequence[int] = (), **fields: object
 ) -> None:
-    """One rollout of the newest open group, with these tokens."""
+    """Save one rollout of the newest open group, with these tokens."""
     group_id = state.open_group_ids[-1]
     token_ids = np.array(tokens, np.int32)
     weight_versions = np.array(versions, np.int32) if versions else np.zeros_like(token_ids)
@@ -81,7 +81,7 @@ def save_partials(
     rollout = Rollout(RolloutId(4 * group_id), group_id, RolloutStatus.PARTIAL, [Segment.given(()), Segment(generated)])
     rollout = replace(rollout, **fields)  # type: ignore[arg-type]
     with closing(PartialBuffer(run.partials)) as partials:
-        partials.save(state, [rollout], lambda each, start: segments_from(each.segments[1:], start))
+        partials.save(state, [rollout], lambda saved, start: segments_from(saved.segments[1:], start))
 
 
 def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:
@@ -95,27 +95,27 @@ def save_step(run: RunDirectory, recipe: Recipe, version: int) -> None:
 
 
 def resumed(run: RunDirectory, recipe: Recipe) -> tuple[list[str], ActorCheckpoint]:
-    """What the user is told, and where the actor goes on."""
-    said: list[str] = []
-    prepare_to_resume(run, recipe, said.append)
+    """Prepare to resume; return the lines for the user and the restored actor."""
+    reports: list[str] = []
+    prepare_to_resume(run, recipe, reports.append)
     restored = actor_checkpoint(run, recipe)
     assert restored
-    return said, restored
+    return reports, restored
 
 
-def test_a_stream_without_its_end_goes_on_where_training_is(tmp_path: Path) -> None:
+def test_a_stream_without_its_end_continues_at_the_checkpoint(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     append_batches(run, recipe, range(3))
     save_step(run, recipe, 5)
-    save_partials(run, actor_after(6), [1, 2, 3])  # of a batch that is lost, and was not trained on
-    said, restored = resumed(run, recipe)
-    assert said == ["the stream of batches has lost records around 5; it goes on there"]
+    save_partials(run, actor_after(6), [1, 2, 3])  # after a batch that was lost before training
+    reports, restored = resumed(run, recipe)
+    assert reports == ["the stream of batches has lost records around 5; it continues there"]
     assert restored.state == actor_after(5)
-    assert restored.rollouts == [], "its group was not open then"
+    assert restored.rollouts == [], "its group was not open after batch 5"
     append_batches(run, recipe, [5])
 
 
-def test_what_was_generated_for_groups_that_are_still_open_is_kept(tmp_path: Path) -> None:
+def test_rollouts_of_open_groups_are_kept(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     save_step(run, recipe, 5)
     save_partials(run, replace(actor_after(4), open_group_ids=[GroupId(10)]), [1, 2, 3])
@@ -125,9 +125,7 @@ def test_what_was_generated_for_groups_that_are_still_open_is_kept(tmp_path: Pat
 
 @pytest.mark.parametrize("num_carried", [1, 3])
 @pytest.mark.parametrize("status", [RolloutStatus.RUNNING, RolloutStatus.PARTIAL, RolloutStatus.FINISHED])
-def test_tokens_of_versions_that_are_not_made_again_are_cut(
-    tmp_path: Path, status: RolloutStatus, num_carried: int
-) -> None:
+def test_tokens_of_lost_weight_versions_are_cut(tmp_path: Path, status: RolloutStatus, num_carried: int) -> None:
     run, recipe = a_run(tmp_path)
     save_step(run, recipe, 5)
     ended = {} if status is RolloutStatus.PARTIAL else {"finish_reason": FinishReason.STOP, "reward": 1.0}
@@ -138,11 +136,11 @@ def test_tokens_of_versions_that_are_not_made_again_are_cut(
     assert rollout.generated.weight_versions.tolist() == [4, 5]
     assert rollout.generated.token_ids.tolist() == [1, 2]
     assert (rollout.status, rollout.finish_reason, rollout.reward) == (RolloutStatus.PARTIAL, None, 0.0)
-    assert rollout.num_carried == min(num_carried, 2), "of the tokens it keeps"
+    assert rollout.num_carried == min(num_carried, 2), "no more than the kept tokens"
 
 
 @pytest.mark.parametrize(("newest", "expected"), [(7, [2, 1, 2]), (6, [2, 1, 1]), (5, [2, 1]), (4, [1])])
-def test_turns_after_a_cut_are_gone(newest: int, expected: list[int]) -> None:
+def test_segments_after_a_cut_are_removed(newest: int, expected: list[int]) -> None:
     def sampled(*versions: int) -> Segment:
         array = np.array(versions, np.int32)
         return Segment(GeneratedTokens(array, np.zeros(len(array), np.float32), array))
@@ -154,29 +152,29 @@ def test_turns_after_a_cut_are_gone(newest: int, expected: list[int]) -> None:
     assert cut.finish_reason is (FinishReason.STOP if newest == 7 else None)
 
 
-def test_a_stream_that_is_whole_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_complete_stream_stays_unchanged(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     append_batches(run, recipe, range(7))
     save_step(run, recipe, 5)
-    said, restored = resumed(run, recipe)
-    assert said == []
+    reports, restored = resumed(run, recipe)
+    assert reports == []
     assert restored.state == actor_after(7)
 
 
-def test_groups_are_not_made_into_batches_again(tmp_path: Path) -> None:
-    """The stream before preprocessing lost what the one after it has."""
+def test_preprocessed_groups_are_not_preprocessed_again(tmp_path: Path) -> None:
+    """The stream of groups lost records whose batches are in the stream of batches."""
     run, recipe = a_run(tmp_path, "preprocess.process=own")
     append_batches(run, recipe, range(6))
     with closing(open_groups(run, recipe)) as groups:
         for index in range(4):
             groups.append(chosen(index))
-    said, restored = resumed(run, recipe)
-    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    reports, restored = resumed(run, recipe)
+    assert reports == ["the stream of groups has lost records around 6; it continues there"]
     assert restored.state == actor_after(6)
 
 
-def test_batches_that_only_one_stream_had_are_made_again(tmp_path: Path) -> None:
-    """The stream after preprocessing lost them, and the one before it had forgotten them already."""
+def test_lost_batches_with_trimmed_groups_are_made_again(tmp_path: Path) -> None:
+    """The stream of batches lost records whose groups were trimmed already."""
     run, recipe = a_run(tmp_path, "preprocess.process=own")
     append_batches(run, recipe, range(6))
     save_step(run, recipe, 5)
@@ -184,14 +182,14 @@ def test_batches_that_only_one_stream_had_are_made_again(tmp_path: Path) -> None
         for index in range(9):
             groups.append(chosen(index))
         groups.trim(8)
-    said, restored = resumed(run, recipe)
-    assert said == ["the stream of groups has lost records around 6; it goes on there"]
+    reports, restored = resumed(run, recipe)
+    assert reports == ["the stream of groups has lost records around 6; it continues there"]
     assert restored.state == actor_after(6)
     with closing(open_groups(run, recipe)) as groups:
         assert groups.append(chosen(6)) == 6
 
 
-def test_a_stream_of_a_newer_midflight_is_left_alone(tmp_path: Path) -> None:
+def test_a_stream_of_a_newer_midflight_stays_unchanged(tmp_path: Path) -> None:
     run, recipe = a_run(tmp_path)
     append_batches(run, recipe, range(2))
     with closing(sqlite3.connect(run.batches)) as database:

@@ -1,4 +1,4 @@
-"""What may differ when a run goes on, and what may not."""
+"""Run directories: the overrides that a resumed run accepts, and the locks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.mark.parametrize(
     "override", ["trainer.max_steps=3", "engine.threads=2", "eval.num_problems=0", "preprocess.threads=2"]
 )
-def test_how_a_run_is_computed_may_change(run: RunDirectory, override: str) -> None:
+def test_a_resumed_run_accepts_runtime_overrides(run: RunDirectory, override: str) -> None:
     section, key = override.split("=")[0].split(".")
     _, recipe = open_run(run.path, [override])
     assert str(getattr(getattr(recipe, section), key)) == override.split("=")[1]
@@ -30,18 +30,18 @@ def test_how_a_run_is_computed_may_change(run: RunDirectory, override: str) -> N
 
 
 @pytest.mark.parametrize("override", ["batch.batch_size=64", "preprocess.process=rollout"])
-def test_what_a_run_is_may_not(run: RunDirectory, override: str) -> None:
-    """Groups that wait for a preprocessing process would be lost without one."""
+def test_a_resumed_run_rejects_other_overrides(run: RunDirectory, override: str) -> None:
+    """Without the preprocess process, the groups that wait for it would be lost."""
     with pytest.raises(RecipeError) as raised:
         open_run(run.path, ["trainer.max_steps=3", override])
     message = str(raised.value)
     section = override.partition(".")[0]
-    assert f"override {override}: a run goes on with the {section} it began with" in message
+    assert f"override {override}: a resumed run keeps its {section}" in message
     assert "only engine, eval, metrics, preprocess.threads, supervisor, trainer may change" in message
     assert "\n" not in message
 
 
-def test_a_run_that_is_in_use_is_left_alone(run: RunDirectory) -> None:
+def test_a_run_in_use_stays_unchanged(run: RunDirectory) -> None:
     files = sorted(run.path.rglob("*"))
     with run.locked():
         with pytest.raises(RunDirectoryError, match="is in use by another process"), run.locked():
@@ -51,7 +51,7 @@ def test_a_run_that_is_in_use_is_left_alone(run: RunDirectory) -> None:
         pass
 
 
-def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
+def test_two_processes_cannot_have_one_name(run: RunDirectory) -> None:
     with run.worker_locked("rollout"), run.worker_locked("trainer"):
         again = run.worker_locked("trainer")
         with pytest.raises(RunDirectoryError, match="a trainer process is already running"):
@@ -61,7 +61,7 @@ def test_there_are_never_two_processes_of_a_name(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("override", ["trainer.lora_rank=8", "trainer.lora_alpha=1", 'trainer.lora_targets=["q_proj"]'])
-def test_what_is_trained_stays_what_it_was(run: RunDirectory, override: str) -> None:
+def test_a_resumed_run_rejects_other_lora_settings(run: RunDirectory, override: str) -> None:
     key = override.partition("=")[0]
-    with pytest.raises(RecipeError, match=f"a run goes on with the {key} it began with"):
+    with pytest.raises(RecipeError, match=f"a resumed run keeps its {key}"):
         open_run(run.path, [override])

@@ -1,4 +1,4 @@
-"""What the summary says about off-policy tokens, from metrics lines."""
+"""Figures of the summary about off-policy tokens, from metrics lines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LINES: list[dict[str, Any]] = [
 ]
 
 
-def test_means_by_lag_are_weighted_by_the_tokens_of_the_bucket() -> None:
+def test_means_by_lag_are_weighted_by_tokens() -> None:
     assert mean_by_lag(LINES, "ess") == [pytest.approx(25 / 40), 0.25, *[None] * 6]
     assert mean_by_lag([], "ess") == [None] * 8
 
 
-def test_the_mismatch_of_a_run_is_of_the_steps_that_have_one() -> None:
+def test_mismatch_ignores_steps_without_one() -> None:
     lines: list[dict[str, Any]] = [
         {"mismatch/mean": 1e-6, "mismatch/max": 3e-6, "mismatch/tokens": 30.0},
         {},
@@ -30,7 +30,7 @@ def test_the_mismatch_of_a_run_is_of_the_steps_that_have_one() -> None:
     assert mismatch_of([{}]) == {"mean": None, "max": None}
 
 
-def test_a_mismatch_that_is_no_number_is_not_passed_over_for_the_maximum() -> None:
+def test_a_nan_mismatch_makes_the_maximum_unknown() -> None:
     lines: list[dict[str, Any]] = [
         {"mismatch/mean": None, "mismatch/max": None, "mismatch/tokens": 4.0},
         {"mismatch/mean": 1e-6, "mismatch/max": 1e-5, "mismatch/tokens": 4.0},

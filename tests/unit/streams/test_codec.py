@@ -1,4 +1,4 @@
-"""The codec: what goes in comes out bit for bit, and anything else is one clear error."""
+"""The codec: records come back bit for bit, and any other input is one clear error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAJECTORY = Trajectory(
 
 
 def same(left: object, right: object) -> bool:
-    """Equal to the bit, arrays and all."""
+    """Return True if both values are equal bit for bit, including their arrays."""
     if isinstance(left, np.ndarray):
         assert isinstance(right, np.ndarray)
         shape = left.shape == right.shape and left.dtype.newbyteorder("<") == right.dtype
@@ -58,7 +58,7 @@ def same(left: object, right: object) -> bool:
 
 
 def forged(type_name: str, record: object, schema: int = SCHEMA_VERSION) -> bytes:
-    """A message that any other program might have written."""
+    """Message with a valid checksum, as another program might have written it."""
     body = msgspec.msgpack.encode(record)
     return msgspec.msgpack.encode((schema, type_name, zlib.crc32(body), msgspec.Raw(body)))
 
@@ -78,7 +78,7 @@ def forged_array(dtype: object, shape: object, data: object) -> bytes:
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field that is annotated so."""
+    """Strategy for the values of a field with this annotation."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, typing.NewType):
         return values(annotation.__supertype__)
@@ -103,9 +103,9 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 @given(hnp.arrays(st.sampled_from(DTYPES).map(np.dtype), hnp.array_shapes(min_dims=0, min_side=0)))
 def test_every_array_comes_back_bit_for_bit(array: npt.NDArray[Any]) -> None:
     codec = Codec(AnyArray)
-    for arranged in (array, array.T, array[..., ::2] if array.ndim else array):
-        decoded = codec.decode(codec.encode(AnyArray(arranged)))
-        assert same(AnyArray(arranged), decoded)
+    for view in (array, array.T, array[..., ::2] if array.ndim else array):
+        decoded = codec.decode(codec.encode(AnyArray(view)))
+        assert same(AnyArray(view), decoded)
         assert not decoded.array.flags.writeable
 
 
@@ -131,13 +131,13 @@ def test_arrays_are_stored_little_endian() -> None:
 
 
 @pytest.mark.parametrize("value", [[object()], ["text"], [b"bytes"], np.array(["2026-01-01"], "M8[D]"), [1j]])
-def test_arrays_of_anything_but_numbers_are_refused(value: Any) -> None:
+def test_non_numeric_arrays_are_refused(value: Any) -> None:
     array = np.array(value, object) if value[0].__class__ is object else np.array(value)
     with pytest.raises(StreamError, match=r"arrays of dtype .* cannot be written"):
         Codec(AnyArray).encode(AnyArray(array))
 
 
-def test_values_without_an_encoding_are_refused() -> None:
+def test_values_that_cannot_be_encoded_are_refused() -> None:
     with pytest.raises(StreamError, match="cannot write this Problem: a object cannot be written"):
         Codec(Problem).encode(Problem("id", "prompt", typing.cast(str, object())))
     with pytest.raises(StreamError, match="cannot write this Grade"):
@@ -172,18 +172,18 @@ def test_a_pickle_is_an_error_and_is_not_run() -> None:
         Codec(Trajectory).decode(pickle.dumps(print))
 
 
-def test_a_newer_schema_is_named_whatever_its_records_look_like() -> None:
+def test_a_newer_schema_is_reported_before_decoding() -> None:
     message = forged("Trajectory", {"thought": "of later"}, schema=SCHEMA_VERSION + 1)
     with pytest.raises(StreamError, match=f"written with schema {SCHEMA_VERSION + 1} by a newer midflight"):
         Codec(Trajectory).decode(message)
 
 
-def test_an_older_schema_is_named() -> None:
+def test_an_older_schema_is_reported() -> None:
     with pytest.raises(StreamError, match="schema 0 by an older midflight"):
         Codec(Trajectory).decode(forged("Trajectory", {}, schema=0))
 
 
-def test_another_record_type_is_named() -> None:
+def test_another_record_type_is_reported() -> None:
     with pytest.raises(StreamError, match="expected a Problem, found 'Trajectory'"):
         Codec(Problem).decode(MESSAGE)
 
@@ -207,12 +207,12 @@ def test_an_unknown_dtype_is_an_error(dtype: str) -> None:
         (2, b"\0" * 8),
     ],
 )
-def test_a_shape_that_the_data_does_not_have_is_an_error(shape: object, data: object) -> None:
+def test_a_shape_that_does_not_fit_the_data_is_an_error(shape: object, data: object) -> None:
     with pytest.raises(StreamError, match="not a readable AnyArray"):
         Codec(AnyArray).decode(forged_array("<i4", shape, data))
 
 
-def test_an_array_of_another_dtype_than_annotated_is_an_error() -> None:
+def test_a_dtype_other_than_annotated_is_an_error() -> None:
     token_ids: Any = np.arange(5, dtype=np.int64)
     wrong = dataclasses.replace(TRAJECTORY, token_ids=token_ids)
     codec = Codec(Trajectory)

@@ -1,4 +1,4 @@
-"""The Chrome trace: loadable, on one time line, with names, whatever a killed process left."""
+"""The Chrome trace: one time line with names, also after killed processes and reboots."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_nested_spans_stay_nested_on_one_track(tmp_path: Path, merge: Callable[.
         start_ns, end_ns = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
         while open_until and open_until[-1] <= start_ns:
             open_until.pop()
-        assert all(end_ns <= end for end in open_until), "a span outlives the one it started in"
+        assert all(end_ns <= end for end in open_until), "a span ends after its parent"
         open_until.append(end_ns)
 
 
-def test_what_a_killed_process_left_torn_is_skipped(tmp_path: Path, merge: Callable[..., list[Event]]) -> None:
+def test_incomplete_lines_of_a_killed_process_are_skipped(tmp_path: Path, merge: Callable[..., list[Event]]) -> None:
     path = tmp_path / "trainer"
     for start in (0, 100):
         with Tracer(path, "trainer") as tracer:
@@ -88,10 +88,10 @@ def test_what_a_killed_process_left_torn_is_skipped(tmp_path: Path, merge: Calla
     assert [event["ts"] for event in complete(merge(path))] == [0.0, 0.1]
 
 
-def test_after_a_reboot_the_wall_clock_puts_spans_in_order(
+def test_the_wall_clock_orders_spans_across_a_reboot(
     tmp_path: Path, merge: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The monotonic clock starts again at a boot; the second process ran a minute after the first."""
+    """The monotonic clock restarts at a boot; the second process ran a minute after the first."""
     path = tmp_path / "trainer"
     for clock, unix_minus_monotonic_ns in (("boot 1", 0), ("boot 2", 160 * SECOND_NS)):
         header = {"process": "trainer", "thread": "main", "pid": 1, "clock": clock}
@@ -103,7 +103,7 @@ def test_after_a_reboot_the_wall_clock_puts_spans_in_order(
     assert [event["ts"] / 1e6 for event in complete(merge(path))] == [0.0, 60.0]
 
 
-def test_processes_of_one_boot_are_not_moved_by_a_wall_clock_adjustment(
+def test_wall_clock_adjustments_move_no_spans_within_a_boot(
     tmp_path: Path, merge: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for process, unix_minus_monotonic_ns in (("rollout", 0), ("trainer", 7 * SECOND_NS)):
@@ -115,5 +115,5 @@ def test_processes_of_one_boot_are_not_moved_by_a_wall_clock_adjustment(
     assert [event["ts"] for event in complete(merge(tmp_path / "rollout", tmp_path / "trainer"))] == [0.0, 0.0]
 
 
-def test_a_run_that_recorded_nothing_has_an_empty_trace(merge: Callable[..., list[Event]]) -> None:
+def test_a_run_without_spans_has_an_empty_trace(merge: Callable[..., list[Event]]) -> None:
     assert merge() == []

@@ -1,4 +1,4 @@
-"""Spans reach the file and the totals, and tracing never stops a run."""
+"""Spans reach the file and the totals, and tracing errors never stop a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def recorded(path: Path) -> list[list[Any]]:
 
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that advances one second whenever somebody looks at it."""
+    """A clock that advances by one second at every reading."""
     now = iter(range(0, 10**12, 10**9))
     monkeypatch.setattr(spans, "monotonic_ns", lambda: next(now))
 
 
 @pytest.mark.usefixtures("ticks")
-def test_a_span_is_the_time_between_its_ends() -> None:
+def test_a_span_lasts_from_entry_to_exit() -> None:
     tracer = Tracer(None, "rollout")
     with tracer.span("decode"), tracer.span("prefill"):
         pass
@@ -38,13 +38,13 @@ def test_a_span_is_the_time_between_its_ends() -> None:
     assert tracer.total_s("never") == 0.0
 
 
-def test_a_span_that_ends_in_an_error_counts_and_lets_the_error_through(tmp_path: Path) -> None:
+def test_a_span_is_recorded_when_its_block_raises(tmp_path: Path) -> None:
     with Tracer(tmp_path / "spans", "trainer") as tracer, pytest.raises(KeyError), tracer.span("train"):
         raise KeyError
     assert [record[0] for record in recorded(tmp_path / "spans")] == ["train"]
 
 
-def test_the_file_says_whose_spans_they_are(tmp_path: Path) -> None:
+def test_the_file_names_process_and_thread(tmp_path: Path) -> None:
     path = tmp_path / "spans"
     with Tracer(path, "rollout", thread_name="grader") as tracer:
         tracer.add("wait", 10, 30)
@@ -54,14 +54,14 @@ def test_the_file_says_whose_spans_they_are(tmp_path: Path) -> None:
     assert recorded(path) == [["wait", 10, 30], ['a "quoted"\nname', 30, 40, {"rows": 64}]]
 
 
-def test_arguments_of_any_kind_are_json(tmp_path: Path) -> None:
+def test_arguments_of_any_type_are_json(tmp_path: Path) -> None:
     arguments = {"rows": 64, "share": 0.5, "is_last": True, "says": 'a "b"', "none": None, "list": [1, 2]}
     with Tracer(tmp_path / "spans", "rollout") as tracer:
         tracer.add("decode", 0, 1, **arguments)
     assert recorded(tmp_path / "spans") == [["decode", 0, 1, arguments]]
 
 
-def test_spans_are_read_back_by_their_starts_without_torn_lines(tmp_path: Path) -> None:
+def test_spans_are_read_by_start_without_incomplete_lines(tmp_path: Path) -> None:
     path = tmp_path / "spans"
     with Tracer(path, "rollout") as tracer:
         tracer.add("decode", 5, 9, rows=2)
@@ -85,7 +85,7 @@ def test_spans_are_written_in_batches_and_on_request(tmp_path: Path) -> None:
     assert len(recorded(path)) == 4
 
 
-def test_a_restart_appends_to_the_file_and_not_to_its_torn_last_line(tmp_path: Path) -> None:
+def test_a_restart_begins_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "spans"
     with Tracer(path, "trainer") as tracer:
         tracer.add("train", 0, 1)
@@ -97,7 +97,7 @@ def test_a_restart_appends_to_the_file_and_not_to_its_torn_last_line(tmp_path: P
     assert '["train",5,6]' in path.read_text()
 
 
-def test_past_the_limit_spans_only_count(tmp_path: Path) -> None:
+def test_spans_after_the_limit_count_only_in_totals(tmp_path: Path) -> None:
     path = tmp_path / "spans"
     with Tracer(path, "rollout", flush_every=4, max_spans=6) as tracer:
         for index in range(20):
@@ -116,10 +116,10 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
         tracer.add("train", 10**9, 2 * 10**9)
         tracer.close()
     assert tracer.total_s("train") == 2.0
-    assert [record.message[:20] for record in caplog.records] == ["the trace ends here:"]
+    assert [record.message[:21] for record in caplog.records] == ["no more spans are wri"]
 
 
-def test_after_close_spans_only_count(tmp_path: Path) -> None:
+def test_spans_after_close_count_only_in_totals(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "spans", "trainer")
     tracer.close()
     tracer.add("train", 0, 10**9)

@@ -29,7 +29,7 @@ from midflight.experiments.runs import Report, RunLength, check_overrides
 from midflight.launch.build import check_recipe, num_threads
 from midflight.report.machine import describe_machine
 from midflight.report.text_table import text_table
-from midflight.run.directory import create_directory, write_whole
+from midflight.run.directory import create_directory, write_atomically
 from midflight.sim.calibration.measure import (
     RecordedRun,
     colocated_delays,
@@ -125,9 +125,9 @@ def write_scenario(path: Path, scenario: Scenario) -> None:
     Raises: RunDirectoryError if either cannot be written.
     """
     file = path.with_suffix(".lengths.json")
-    write_whole(file, scenario.lengths.model_dump_json(include={"lengths", "has_gradient"}) + "\n")
+    write_atomically(file, scenario.lengths.model_dump_json(include={"lengths", "has_gradient"}) + "\n")
     lengths = scenario.lengths.model_copy(update={"file": Path(file.name)})
-    write_whole(path, dump_toml(scenario.model_copy(update={"lengths": lengths})))
+    write_atomically(path, dump_toml(scenario.model_copy(update={"lengths": lengths})))
 
 
 def rate_tables(scenario: Scenario) -> dict[str, RateTable]:

@@ -319,8 +319,8 @@ def test_short_runs_forget_the_recipes_bounds() -> None:
         ([], 0.0, "--seconds: should be greater than 0, got 0"),
         ([], float("nan"), "--seconds: should be greater than 0"),
         (["engine.type=http"], 60.0, "engine.type = 'http'"),
-        (["trainer.max_steps=3"], 60.0, "in a calibration --seconds decides about trainer.max_steps"),
-        (["run.directory=x"], 60.0, "--out-runs decides about run.directory"),
+        (["trainer.max_steps=3"], 60.0, "in a calibration, --seconds sets trainer.max_steps"),
+        (["run.directory=x"], 60.0, "--out-runs sets run.directory"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(overrides: list[str], seconds: float, message: str) -> None:

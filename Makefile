@@ -40,6 +40,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit/test_docstrings.py
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

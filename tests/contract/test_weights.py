@@ -352,6 +352,7 @@ def assert_whole(received: tuple[int, Mapping[str, Tensor]]) -> int:
     return version
 
 
+@pytest.mark.slow
 def test_concurrent_sends_never_tear_shared_memory(
     path: Path, receiver: SharedMemoryReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +451,7 @@ def test_a_failed_send_keeps_the_newest_version(sender: WeightSender, receiver: 
         assert assert_whole(receiver.receive()) == receiver.newest_version() == version
 
 
+@pytest.mark.slow
 def test_a_killed_sender_keeps_the_newest_version(path: Path, receiver: WeightReceiver) -> None:
     with running("die", path) as process:
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
@@ -563,6 +565,7 @@ def test_a_damaged_weight_file_is_an_error(path: Path) -> None:
             receiver.receive()
 
 
+@pytest.mark.slow
 def test_concurrent_sends_never_tear_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver is often slower than two sends and finds its file deleted."""
     chance = random.Random(3)
@@ -587,6 +590,7 @@ def test_concurrent_sends_never_tear_files(path: Path, monkeypatch: pytest.Monke
     assert num_gone > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["half_written", "before_rename", "before_pointer"])
 def test_a_killed_file_sender_keeps_the_newest_version(path: Path, moment: str) -> None:
     with closing(FileReceiver(path)) as receiver:

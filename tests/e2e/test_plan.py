@@ -27,6 +27,7 @@ def test_plan_prints_a_table() -> None:
     assert "note: the trainer is busy 99% of the time" in done.stdout
 
 
+@pytest.mark.slow
 def test_plan_writes_json_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plan.png"

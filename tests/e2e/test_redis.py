@@ -50,6 +50,7 @@ def test_a_run_resumes_after_a_restart_of_redis(tmp_path: Path) -> None:
     assert sorted(path.name for path in (run / "streams").iterdir() if path.suffix == ".sqlite") == ["partials.sqlite"]
 
 
+@pytest.mark.slow
 def test_an_unreachable_redis_is_a_one_line_error(tmp_path: Path) -> None:
     done = train(RECIPE, f"run.directory={tmp_path / 'run'}", "streams.type=redis", "streams.url=redis://127.0.0.1:1")
     assert done.returncode == 2

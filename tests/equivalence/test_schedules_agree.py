@@ -73,6 +73,7 @@ def test_tokens_over_the_age_limit_carry_no_loss(run_recipe: RunRecipe) -> None:
     assert num_masked > 0, "no rollout was carried over: the run proves nothing"
 
 
+@pytest.mark.slow
 def test_april_resumes_aborted_rollouts(run_recipe: RunRecipe) -> None:
     run = run_recipe(*COMMON, "schedule.type=april", "schedule.over_sampling=2", "trainer.max_steps=10")
     assert run.actor.num_aborted > 0

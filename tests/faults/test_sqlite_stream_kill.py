@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import midflight
 from midflight.errors import StreamError
@@ -60,6 +61,7 @@ def killed_after(process: subprocess.Popen[bytes], num_lines: int, delay_s: floa
         return offsets + [int(line) for line in process.stdout if line.endswith(b"\n")]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_all_acknowledged_records(tmp_path: Path) -> None:
     path = tmp_path / "stream.sqlite"
     chance = random.Random(1)
@@ -77,6 +79,7 @@ def test_a_killed_writer_leaves_all_acknowledged_records(tmp_path: Path) -> None
         num_records = end
 
 
+@pytest.mark.slow
 def test_a_killed_reader_keeps_untrimmed_records(tmp_path: Path) -> None:
     path = tmp_path / "stream.sqlite"
     chance = random.Random(2)

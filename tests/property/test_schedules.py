@@ -264,6 +264,7 @@ def members(batch: list[RolloutGroup]) -> list[Rollout]:
     return [rollout for group in batch for rollout in group.rollouts]
 
 
+@pytest.mark.slow
 @given(worlds, st.integers(1, 4), batch_groups)
 def test_conventional_lag_bound(world: World, steps_per_rl_step: int, num_groups: int) -> None:
     batch_size = num_groups * GROUP_SIZE
@@ -283,6 +284,7 @@ def test_pipeline_lag_bound(world: World, max_lag: int, num_groups: int, num_in_
     run.check_accounts()
 
 
+@pytest.mark.slow
 @example(world=slow_updates, max_lag=1, num_groups=1, updates="in_flight", num_in_flight=9)
 @given(worlds, st.integers(0, 5), batch_groups, st.sampled_from(["in_flight", "boundary"]), st.integers(1, 9))
 def test_bounded_lag_bound(world: World, max_lag: int, num_groups: int, updates: str, num_in_flight: int) -> None:
@@ -297,6 +299,7 @@ def test_bounded_lag_bound(world: World, max_lag: int, num_groups: int, updates:
             assert all(len(set(rollout.generated.weight_versions.tolist())) == 1 for rollout in members(run.trained))
 
 
+@pytest.mark.slow
 @given(worlds, batch_groups, st.floats(1, 4), st.none() | st.integers(1, 3), st.none() | st.integers(1, 9))
 def test_april_loses_no_token_and_bounds_versions_per_rollout(
     world: World, num_groups: int, over_sampling: float, max_versions: int | None, num_in_flight: int | None
@@ -417,6 +420,7 @@ def run_in_flight(run: Run) -> list[tuple[RolloutId, int]]:
     ]
 
 
+@pytest.mark.slow
 @given(worlds, batch_groups, st.integers(1, 9), st.sampled_from(["block", "drop_oldest"]), st.integers(1, 3))
 def test_pipeline_queue_respects_its_capacity(
     world: World, num_groups: int, num_in_flight: int, when_full: str, num_batches: int
@@ -469,6 +473,7 @@ RUN_AHEAD: dict[str, Schedule] = {  # schedules that hand over many batches befo
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES | RUN_AHEAD)
 @given(worlds)
 @settings(max_examples=15 * SOAK)

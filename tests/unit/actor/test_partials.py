@@ -189,6 +189,7 @@ def test_failed_save_changes_nothing_and_the_next_works(path: Path) -> None:
     assert_same(loaded(path)[1][1], replace(rollout(1, 9), status=RolloutStatus.PARTIAL))
 
 
+@pytest.mark.slow
 def test_file_size_does_not_grow_with_the_number_of_saves(path: Path) -> None:
     """Save eight rollouts of up to 200 tokens 3000 times."""
 
@@ -278,6 +279,7 @@ def start(role: str, path: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, role, str(path)], env=environment, stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_its_last_save_or_the_next(path: Path) -> None:
     chance = random.Random(3)
     for _ in range(4):

@@ -33,6 +33,7 @@ def test_the_roofline_is_that_of_the_best_compute_dtype_at_each_size() -> None:
     assert roofline(64, 100_000_000, both) == pytest.approx(1200)
 
 
+@pytest.mark.slow
 def test_ceilings_are_measured_for_every_dtype_weights_may_be_computed_in() -> None:
     ceilings = measure_ceilings("bfloat16", parameters=1_000_000, num_threads=1)
     assert {name: ceiling.weight_bytes for name, ceiling in ceilings.items()} == {

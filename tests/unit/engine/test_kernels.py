@@ -160,6 +160,7 @@ def test_without_a_compiler_the_reference_is_used(monkeypatch: pytest.MonkeyPatc
     cpu._build.cache_clear()
 
 
+@pytest.mark.slow
 def test_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu._build.cache_clear()

@@ -82,6 +82,7 @@ def test_response_lengths_have_a_long_tail() -> None:
     assert max(lengths) < 160  # the longest fits into the default sampling.max_tokens, end of sequence included
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [False, True])
 def test_the_number_of_terms_is_zipf_distributed(held_out: bool) -> None:
     environment, size = ChainSums(), 4000

@@ -158,6 +158,7 @@ lives = st.tuples(
 )  # new records before the process starts, checks until it is killed
 
 
+@pytest.mark.slow
 @given(st.lists(lives, max_size=12))
 def test_each_batch_is_built_once_despite_kills(lives: list[tuple[int, int]]) -> None:
     groups: KillingStream[ChosenBatch] = KillingStream(capacity=100)

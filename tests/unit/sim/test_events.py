@@ -169,6 +169,7 @@ schedules = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60 * SOAK, deadline=None)
 @given(schedules, delays, st.integers(1, 4), st.sampled_from([None, 200.0]), st.sampled_from([0.0, 0.3]))
 def test_bounds_and_accounts_hold_whatever_happens(

@@ -229,6 +229,7 @@ def test_a_search_space_that_cannot_be() -> None:
         pareto_front(replace(CASE_STUDY, num_gpus=1), SearchSpace(8, Queue(128)))
 
 
+@pytest.mark.slow
 def test_ten_thousand_gpus_fit_into_memory() -> None:
     workload = replace(CASE_STUDY, num_gpus=10_000)
     front = pareto_front(workload, search_space(workload, Queue(128)))

@@ -43,6 +43,7 @@ def changed_recipe(directory: Path, *overrides: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_predictions_end_with_the_first_step_past_the_seconds() -> None:
     recipe = load_recipe(RECIPE, ["schedule.type=conventional"])
     # 10 ms of decoding, 3 ms until training starts, 10 ms of it, and 2 ms until the next token.

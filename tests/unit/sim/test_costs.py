@@ -66,13 +66,13 @@ def test_nothing_in_flight_takes_no_time(cost: StepCost) -> None:
     ("sizes", "its_rates", "message"),
     [
         ((), (), "sizes: the table is empty"),
-        ((1, 2), (1.0,), "rates: there are 1 for 2 sizes"),
+        ((1, 2), (1.0,), "rates: got 1 for 2 sizes"),
         ((0, 2), (1.0, 2.0), "sizes: should be at least 1, got 0"),
         ((1, 2), (1.0, 0.0), "rates: should be greater than 0 and finite"),
         ((1, 2), (1.0, math.nan), "rates: should be greater than 0 and finite"),
-        ((4, 4), (1.0, 1.0), "sizes: should go up, and 4 comes after 4"),
-        ((1, 2), (1.0, 0.9), "rates: should not go down, and 2 sequences have 0.9, 1 have 1"),
-        ((1, 2), (1.0, 2.5), "rates: a step of 2 sequences would be shorter (0.8) than one of 1 (1)"),
+        ((4, 4), (1.0, 1.0), "sizes: should increase, but 4 comes after 4"),
+        ((1, 2), (1.0, 0.9), "rates: should not decrease, but 1 sequences have 1 and 2 have 0.9"),
+        ((1, 2), (1.0, 2.5), "rates: a step with 2 sequences would be shorter (0.8) than one with 1 (1)"),
     ],
 )
 def test_a_table_that_cannot_be(sizes: tuple[int, ...], its_rates: tuple[float, ...], message: str) -> None:

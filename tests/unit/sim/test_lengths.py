@@ -15,8 +15,8 @@ from midflight.sim.lengths import (
     GroupedLogNormal,
     LengthDistribution,
     constant,
+    from_counts,
     lognormal,
-    of_counts,
     two_point,
     uniform,
 )
@@ -27,7 +27,7 @@ distributions = st.one_of(
     st.builds(two_point, st.integers(1, 300), st.integers(1, 300), st.floats(0, 1)),
     st.builds(lognormal, st.floats(0.5, 500), st.floats(0.05, 2), st.integers(1, 300)),
     st.dictionaries(st.integers(1, 300), st.floats(0.1, 10), min_size=1, max_size=9).map(
-        lambda counts: of_counts([*counts], [*counts.values()])
+        lambda counts: from_counts([*counts], [*counts.values()])
     ),
 )
 
@@ -98,8 +98,8 @@ def test_independent_lengths_do_not_depend_on_the_group() -> None:
 
 
 def test_lengths_that_were_never_seen_are_no_distribution() -> None:
-    assert of_counts([3, 5, 3], [1, 0, 2]).probabilities.tolist() == [0, 0, 1]
-    with pytest.raises(ScenarioError, match=r"counts: there is no length"):
-        of_counts([3], [0])
-    with pytest.raises(ScenarioError, match=r"counts: there is no length"):
-        of_counts([])
+    assert from_counts([3, 5, 3], [1, 0, 2]).probabilities.tolist() == [0, 0, 1]
+    with pytest.raises(ScenarioError, match=r"counts: no length has a count above 0"):
+        from_counts([3], [0])
+    with pytest.raises(ScenarioError, match=r"counts: no length has a count above 0"):
+        from_counts([])

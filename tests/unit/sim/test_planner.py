@@ -159,7 +159,7 @@ def test_a_trainer_that_no_split_leaves_room() -> None:
     assert plan.roomy.split.trainer_share <= 0.87
     plan = make_plan(slow, slow, Goal(rate=plan.best.split.rate), search_space(slow, Queue(128)))
     assert plan.roomy is None
-    assert "no split within the bounds leaves it room" in plan.notes[0]
+    assert "no split within the bounds leaves the trainer more room" in plan.notes[0]
 
 
 def test_where_the_pipeline_is_faster_does_not_depend_on_the_goal() -> None:

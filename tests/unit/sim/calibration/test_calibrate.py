@@ -287,7 +287,7 @@ def test_the_text_shows_both_tables_and_all_costs() -> None:
     text = calibration_text(scenario)
     at_64 = next(each for each in text.splitlines() if each.startswith("64"))
     assert at_64.split() == ["64", *(f"{table.rates[-2]:,.0f}" for table in tables_of(scenario))]
-    assert text.count("ms a step") == text.count("handover_pause") == 2
+    assert text.count("ms per step") == text.count("handover_pause") == 2
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional", "bounded", "april"])
@@ -337,7 +337,7 @@ def test_a_run_that_is_too_short_says_what_would_work(tmp_path: Path, monkeypatc
         return {}
 
     monkeypatch.setattr(measure, "train", short)
-    with pytest.raises(BenchmarkError, match=r"at-once made 1 optimizer steps in 1 s.*a longer --seconds would work"):
+    with pytest.raises(BenchmarkError, match=r"at-once made 1 optimizer steps in 1 s.*use a longer --seconds"):
         calibrate(RECIPE, [], 1.0, tmp_path / "runs", print)
 
 

@@ -95,7 +95,7 @@ def test_runs_come_after_predictions_and_have_a_seed_of_their_own(
     ("scenario", "overrides", "seconds", "error", "message"),
     [
         (SCENARIO, [], 0.0, RecipeError, "--seconds: should be greater than 0, got 0"),
-        (SCENARIO, ["batch.batch_size=64"], 1.0, ScenarioError, "batch.batch_size = 32, and the recipe has 64"),
+        (SCENARIO, ["batch.batch_size=64"], 1.0, ScenarioError, "batch.batch_size = 32, but the recipe has 64"),
         (Scenario(), [], 1.0, ScenarioError, "simulation.time_unit = 'flash': runs are measured in seconds"),
     ],
 )

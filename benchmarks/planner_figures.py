@@ -1,9 +1,9 @@
-"""The pictures of docs/planner.md and the numbers behind them: `make planner-figures`, some three minutes on one core.
+"""Pictures of docs/planner.md and their numbers: `make planner-figures`, about three minutes on one core.
 
-    python -m benchmarks.planner_figures            # all of them
-    python -m benchmarks.planner_figures collation  # those named
+    python -m benchmarks.planner_figures            # all pictures
+    python -m benchmarks.planner_figures collation  # selected pictures
 
-Scenarios and seeds decide everything, the machine nothing.
+Results depend on scenarios and seeds only, not on the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUMBERS = ROOT / "benchmarks" / "results" / "planner_figures.json"
 
 
 def draining(images: Path) -> Numbers:
-    """A batch that is generated as a whole. Source: PipelineRL, figures 2b and 2c."""
+    """Draw a draining batch. Source: PipelineRL, figures 2b and 2c."""
     figure, (active, times, speeds) = load_pyplot().subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     distributions = {"uniform to 8192": uniform(8192), "lognormal to 16384": lognormal(2000, 1.0, 16384)}
     shares: Numbers = {}
@@ -77,7 +77,7 @@ def draining(images: Path) -> Numbers:
 
 
 def lag(images: Path) -> Numbers:
-    """How old tokens are, by position in a response and by optimizer step. Source: PipelineRL, figure 3a."""
+    """Draw the lag of tokens by position in a response and by optimizer step. Source: PipelineRL, figure 3a."""
     num_shown = 3 * 121
     scenarios = {
         "pipeline": paper("lengths.max=1024", "cluster.num_engines=40"),
@@ -103,7 +103,7 @@ def lag(images: Path) -> Numbers:
 
 
 def decoding(images: Path) -> Numbers:
-    """The reconstructed U(h), and what is planned if all of it is multiplied. Source: PipelineRL, figure 8."""
+    """Draw the reconstructed U(h), and plan with multiples of it. Source: PipelineRL, figure 8."""
     figure, axis = load_pyplot().subplots(figsize=(6.5, 3.6), layout="constrained")
     in_flight = np.arange(1, 1153)
     axis.plot(in_flight, rates(PAPER_STEP_COST, in_flight), color=COLORS[0], linewidth=1, label="padded to 64")
@@ -119,7 +119,7 @@ def decoding(images: Path) -> Numbers:
 
 
 def speed(images: Path) -> Numbers:
-    """Rate by max lag, by the formulas and simulated. Source: PipelineRL, figure 9."""
+    """Draw the rate by max lag, from formulas and simulation. Source: PipelineRL, figure 9."""
     figure, (speeds, gains) = load_pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     curve = paper_plan().curve
     speeds.step(curve.lags, curve.rates, where="post", color=COLORS[0], label="pipeline")
@@ -143,20 +143,20 @@ def speed(images: Path) -> Numbers:
 
 
 def april(images: Path) -> Numbers:
-    """What over-sampling gains and makes old, and what it gains under dynamic sampling."""
+    """Draw the gain and the token age of over-sampling, and its gain under dynamic sampling."""
     figure, axes = load_pyplot().subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     gains, shares, filtering = axes
     factors = (1.0, 1.25, 1.5, 2.0, 3.0)
     numbers: Numbers = {"over_sampling": factors, "gain": {}}
     for color, (name, slope) in zip(COLORS, {"1": 0.0, "1 + h/64": 1 / 64, "1 + h/32": 1 / 32}.items(), strict=False):
         runs = [over_sampled(factor, slope) for factor in factors]
-        speeds = [mean(run.generated_rate for run in each) for each in runs]
-        numbers["gain"][name] = gain = [each / speeds[0] for each in speeds]
+        speeds = [mean(run.generated_rate for run in seeds) for seeds in runs]
+        numbers["gain"][name] = gain = [rate / speeds[0] for rate in speeds]
         gains.plot(factors, gain, "o-", color=color, markersize=4, label=f"a step takes {name}")
         if name == "1 + h/64":
-            numbers["old_token_fraction"] = [mean(_old_fraction(run) for run in each) for each in runs]
-            numbers["carried_in_fraction"] = [mean(run.carried_in_fraction for run in each) for each in runs]
-            numbers["max_versions"] = [max(int(run.num_versions.max()) for run in each) for each in runs]
+            numbers["old_token_fraction"] = [mean(_old_fraction(run) for run in seeds) for seeds in runs]
+            numbers["carried_in_fraction"] = [mean(run.carried_in_fraction for run in seeds) for seeds in runs]
+            numbers["max_versions"] = [max(int(run.num_versions.max()) for run in seeds) for seeds in runs]
     labels = {"old_token_fraction": "trained: of older weights", "carried_in_fraction": "held: of earlier iterations"}
     for color, (name, label) in zip(COLORS[3:], labels.items(), strict=False):
         shares.plot(factors, numbers[name], "o-", color=color, markersize=4, label=label)
@@ -177,7 +177,7 @@ def april(images: Path) -> Numbers:
 
 
 def collation(images: Path) -> Numbers:
-    """Microbatches packed in order, and longest first. Source: Magistral, section 3."""
+    """Draw microbatches packed in order and longest first. Source: Magistral, section 3."""
     figure, axes = load_pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     cases: dict[str, tuple[LengthDistribution, int]] = {}
     for name, lengths in (("lognormal", lognormal(3000, 0.9, 16384)), ("uniform", uniform(8192))):
@@ -197,7 +197,7 @@ def collation(images: Path) -> Numbers:
 
 
 def bound(images: Path) -> Numbers:
-    """What a hard bound on lag costs, in speed and in mean lag."""
+    """Draw the cost of a hard bound on lag, in rate and in mean lag."""
     figure, axes = load_pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     rows = [bounded_point(max_lag) for max_lag in (16, 32, 64, 128)]
     lags = [row["max_lag"] for row in rows]
@@ -214,17 +214,17 @@ def bound(images: Path) -> Numbers:
 
 
 FIGURES: dict[str, Callable[[Path], Numbers]] = {
-    each.__name__: each for each in (draining, lag, decoding, speed, april, collation, bound)
+    draw.__name__: draw for draw in (draining, lag, decoding, speed, april, collation, bound)
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(FIGURES)}; default: all")
     names = parser.parse_args(arguments).names or list(FIGURES)
     unknown = [name for name in names if name not in FIGURES]
     if unknown:
-        parser.error(f"there is no {unknown[0]}; known are {', '.join(FIGURES)}")
+        parser.error(f"there is no picture {unknown[0]}; choose from {', '.join(FIGURES)}")
     numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
     for name in names:
         numbers[name] = _rounded(FIGURES[name](IMAGES))
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _old_fraction(run: SimulationResult) -> float:
-    """Of trained tokens, those that older weights sampled."""
+    """Share of trained tokens that older weights sampled."""
     return 1 - run.lag_histogram.get(0, 0) / sum(run.lag_histogram.values())
 
 
@@ -246,11 +246,11 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits: those after them may differ between versions of numpy."""
+    """Round to five digits, as further digits may differ between versions of numpy."""
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _rounded(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [_rounded(member) for member in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -55,7 +55,7 @@ def draining(images: Path) -> Numbers:
         ends = batch.times.cumsum() / batch.duration
         active.plot([0, *ends], [1, *(batch.active / 256)], color=color, linewidth=2, label=name)
         shares[name] = {"time_until_half": share_until_half(batch), "time_below_64": share_below(batch, 64)}
-    active.set(xlabel="time, of the generation phase", ylabel="share of 256 still going", xlim=(0, 1), ylim=(0, 1.02))
+    active.set(xlabel="share of the generation phase", ylabel="share of 256 in flight", xlim=(0, 1), ylim=(0, 1.02))
     active.legend(frameon=False, loc="upper right")
     sizes = [2**power for power in range(10)]
     batches = [drain(uniform(8192), PAPER_STEP_COST, size) for size in sizes]
@@ -65,7 +65,7 @@ def draining(images: Path) -> Numbers:
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
         axis.set(xlabel="sequences per GPU, uniform to 8192", ylim=(0, None))
-    times.set_ylabel("time, over that of one sequence")
+    times.set_ylabel("duration relative to one sequence")
     speeds.set_ylabel("tokens per flash and GPU")
     _save(figure, images / "planner_draining.png")
     return {
@@ -93,7 +93,7 @@ def lag(images: Path) -> Numbers:
         if name == "pipeline":
             steps.plot(run.max_lags[:num_shown], ".", color=COLORS[5], markersize=3, label="pipeline, maximum")
         numbers[name] = beside_formula(run, scenario) | {"mean_lag_by_position": run.lag_by_position.tolist()}
-    positions.set(xlabel="position, of the longest response", ylabel="mean lag, optimizer steps", xlim=(0, 1))
+    positions.set(xlabel="position as a share of the longest response", ylabel="mean lag, optimizer steps", xlim=(0, 1))
     steps.set(xlabel="optimizer step", ylabel="lag, optimizer steps")
     for axis in (positions, steps):
         axis.set_ylim(0, 170)
@@ -134,7 +134,7 @@ def speed(images: Path) -> Numbers:
     simulated = [point["speed_up"]["simulated"] for point in points]
     gains.plot(lags, simulated, "o", color=COLORS[2], markersize=5, label="simulated")
     speeds.set_ylabel("trained tokens per flash")
-    gains.set_ylabel("times as fast as conventional")
+    gains.set_ylabel("speed-up over conventional")
     for axis in (speeds, gains):
         axis.set(xlabel="max lag, optimizer steps", xlim=(0, 300), ylim=(0, None))
         axis.legend(frameon=False, loc="lower right")
@@ -152,12 +152,15 @@ def april(images: Path) -> Numbers:
         runs = [over_sampled(factor, slope) for factor in factors]
         speeds = [mean(run.generated_rate for run in seeds) for seeds in runs]
         numbers["gain"][name] = gain = [rate / speeds[0] for rate in speeds]
-        gains.plot(factors, gain, "o-", color=color, markersize=4, label=f"a step takes {name}")
+        gains.plot(factors, gain, "o-", color=color, markersize=4, label=f"step time {name}")
         if name == "1 + h/64":
             numbers["old_token_fraction"] = [mean(_old_fraction(run) for run in seeds) for seeds in runs]
             numbers["carried_in_fraction"] = [mean(run.carried_in_fraction for run in seeds) for seeds in runs]
             numbers["max_versions"] = [max(int(run.num_versions.max()) for run in seeds) for seeds in runs]
-    labels = {"old_token_fraction": "trained: of older weights", "carried_in_fraction": "held: of earlier iterations"}
+    labels = {
+        "old_token_fraction": "trained, from older weights",
+        "carried_in_fraction": "carried in from earlier iterations",
+    }
     for color, (name, label) in zip(COLORS[3:], labels.items(), strict=False):
         shares.plot(factors, numbers[name], "o-", color=color, markersize=4, label=label)
     numbers["dynamic_sampling"] = dynamic = [dynamic_sampling(filter_rate) for filter_rate in (0.0, 0.2, 0.3, 0.5)]
@@ -165,9 +168,9 @@ def april(images: Path) -> Numbers:
     for color, kind in zip(COLORS, ("trained", "generated"), strict=False):
         gain = [row[f"gain_{kind}"] for row in dynamic]
         filtering.plot(filter_rates, gain, "o-", color=color, markersize=4, label=f"{kind} tokens")
-    gains.set(xlabel="over-sampling F", ylabel="rate, over that of waiting for all", ylim=(0, 7.5))
+    gains.set(xlabel="over-sampling F", ylabel="rate relative to waiting for all", ylim=(0, 7.5))
     shares.set(xlabel="over-sampling F", ylabel="share of tokens", ylim=(0, 1.25))
-    filtering.set(xlabel="share of groups filtered, F = 2", ylabel="rate, over that from scratch", ylim=(0, 3))
+    filtering.set(xlabel="share of groups filtered, F = 2", ylabel="rate relative to the restart baseline", ylim=(0, 3))
     for axis in axes:
         axis.legend(frameon=False, loc="upper left", fontsize=8)
     for axis in (gains, filtering):

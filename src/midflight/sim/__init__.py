@@ -1,8 +1,8 @@
 """Predict a schedule's speed and lag on hardware you do not have: formulas, a simulator on a virtual clock, a planner.
 
-All times share one unit: seconds if they were measured, flashes in the PipelineRL paper. A flash is the time per token
-of a forward and backward pass, or of a decode step, on hardware that is limited by arithmetic alone. Rates are tokens
-per unit of time, lags are in optimizer steps, lengths in response tokens.
+All times share one unit: seconds if they were measured, flashes in the PipelineRL paper. A flash is the time of one
+token's forward pass at the peak arithmetic rate of a GPU. Rates are tokens per unit of time, lags are in optimizer
+steps, lengths in response tokens.
 
     paper   here                              paper   here
     N       num_gpus                          G       steps_per_rl_step

@@ -38,9 +38,9 @@ def decode(
     from benchmarks.decode import DecodeOptions, bench_decode, decode_table, parse_skip
     from benchmarks.models import check_dtype, find_model
 
-    found = find_model(model)
+    bench_model = find_model(model)
     options = DecodeOptions(
-        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else found.default_dtypes,
+        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else bench_model.default_dtypes,
         sequences=tuple(map(_count, sequences.split(","))),
         rounds=rounds,
         new_tokens=new_tokens,
@@ -48,7 +48,7 @@ def decode(
         cap_s=cap_s,
         vllm_python=vllm_python,
     )
-    result = bench_decode(found, options, Console(stderr=True).print)
+    result = bench_decode(bench_model, options, Console(stderr=True).print)
     print(json_text(result) if as_json else decode_table(result["rows"]))
 
 
@@ -97,9 +97,9 @@ def train_speed(
     from benchmarks.train_load import load_shape
 
     checked_dtype = check_dtype(dtype)
-    found = find_model(model)
-    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens, checked_dtype)
-    result = bench_train(found, options, Console(stderr=True).print)
+    bench_model = find_model(model)
+    options = TrainOptions(load_shape(bench_model.name, sequences, group_size), rounds, max_tokens, checked_dtype)
+    result = bench_train(bench_model, options, Console(stderr=True).print)
     print(json_text(result) if as_json else train_table(result["rows"]))
 
 

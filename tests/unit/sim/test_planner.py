@@ -81,12 +81,12 @@ def test_search_equals_brute_force(name: str, changes: dict[str, Any]) -> None:
 
 def test_chunk_size_does_not_change_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
     space = search_space(CASE_STUDY, Queue(128), 300)
-    whole = pareto_front(CASE_STUDY, space)
+    unchunked = pareto_front(CASE_STUDY, space)
     monkeypatch.setattr("midflight.sim.planner.search._POINTS_AT_ONCE", 1000)
-    parts = pareto_front(CASE_STUDY, space)
-    assert len(whole) > 50
+    chunked = pareto_front(CASE_STUDY, space)
+    assert len(unchunked) > 50
     for name in ("lags", "rates", "num_in_flight", "num_engines"):
-        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+        assert np.array_equal(getattr(unchunked, name), getattr(chunked, name))
 
 
 @pytest.mark.parametrize("delay", [0.0, 30.0, 3000.0])

@@ -48,8 +48,8 @@ class Estimate:
 
 def whole_steps(lags: npt.ArrayLike) -> Int64Array:
     """Return `lags` rounded up to whole steps, elementwise."""
-    whole: Int64Array = np.ceil(np.asarray(lags, np.float64) - _ROUNDING).astype(np.int64)
-    return whole
+    steps: Int64Array = np.ceil(np.asarray(lags, np.float64) - _ROUNDING).astype(np.int64)
+    return steps
 
 
 def conventional(workload: Workload, steps_per_rl_step: int) -> Estimate:

@@ -110,7 +110,7 @@ class SimEngine:
     def interrupt(self, time: float) -> list[SimRollout]:
         """Remove and return all rollouts, with the tokens of the steps that ended by `time`."""
         if time > self.clock and self._ends:
-            self._advance(self._num_steps(time, whole=True))
+            self._advance(self._num_steps(time, completed=True))
         interrupted = [rollout for _, _, rollout in sorted(self._ends, key=lambda end: end[1])]
         for rollout in interrupted:
             self._close(rollout)
@@ -147,18 +147,18 @@ class SimEngine:
 
     def generated_by(self, time: float) -> int:
         """Number of tokens sampled in steps that ended by `time`; never decreases with time."""
-        num_steps = self._num_steps(time, whole=True) if self._ends and time > self.clock else 0
+        num_steps = self._num_steps(time, completed=True) if self._ends and time > self.clock else 0
         return self.num_generated + num_steps * len(self._ends)
 
-    def _num_steps(self, time: float, whole: bool = False) -> int:
-        """Number of steps that end by `time` (`whole`), or that it takes to reach `time`."""
+    def _num_steps(self, time: float, completed: bool = False) -> int:
+        """Number of steps that end by `time` (`completed`), or that it takes to reach `time`."""
         elapsed = time - self.clock
         if self._growth:
             half = self._first - self._growth / 2
             steps = (math.sqrt(half * half + 2 * self._growth * elapsed) - half) / self._growth
         else:
             steps = elapsed / self._first
-        return math.floor(steps + _ROUNDING) if whole else math.ceil(steps - _ROUNDING)
+        return math.floor(steps + _ROUNDING) if completed else math.ceil(steps - _ROUNDING)
 
     def _duration(self, num_steps: int) -> float:
         """Duration of the next `num_steps` steps; each holds one token more per sequence than the step before."""

@@ -56,7 +56,9 @@ def test_list_selects_groups_with_gradient() -> None:
 
 
 def test_number_of_flags_must_match_groups() -> None:
-    with pytest.raises(ValidationError, match=r"lengths.has_gradient has 2 groups, which does not fit 8 lengths in groups of"):
+    with pytest.raises(
+        ValidationError, match=r"lengths.has_gradient has 2 groups, which does not fit 8 lengths in groups of"
+    ):
         Scenario(
             batch=ScenarioBatchConfig(batch_size=32, group_size=8),
             lengths=ListedLengthsConfig(lengths=(10,) * 8, order="cycled", has_gradient=(True, False)),

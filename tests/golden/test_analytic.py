@@ -228,9 +228,7 @@ def test_conventional_with_shorter_responses() -> None:
         ({"lengths": lognormal(3000, 0.9, 16384)}, 1.59, 255, 1.37),
     ],
 )
-def test_sensitivity_of_the_speed_up(
-    changes: dict[str, Any], gain: float, lag: int, gain_at_132: float | None
-) -> None:
+def test_sensitivity_of_the_speed_up(changes: dict[str, Any], gain: float, lag: int, gain_at_132: float | None) -> None:
     workload = replace(paper_workload(), **changes)
     best, at = best_speed_up(workload)
     assert best == pytest.approx(gain, abs=0.01)

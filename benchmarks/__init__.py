@@ -1,1 +1,1 @@
-"""Measurements of the package that are not part of it: `python -m benchmarks NAME`."""
+"""Measurements of the package, not shipped with it: `python -m benchmarks NAME`."""

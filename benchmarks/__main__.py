@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [options]`; `python -m benchmarks --help` lists the names."""
+"""Entry point of `python -m benchmarks NAME [options]`; `python -m benchmarks --help` lists the names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What collation saves: sequences packed in the order they come, beside longest first.
+"""Savings of collation: packing longest first, compared with packing in order of arrival.
 
-Source: Magistral, sec. 3. The latter is what training does, see `preprocess.packing`.
+Source: Magistral, sec. 3. Training packs longest first, see `preprocess.packing`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Bins = list[list[int]]  # indices of the sequences in each microbatch
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How full microbatches are."""
+    """Microbatches of one way of packing, and how full they are."""
 
     bins: Bins
     num_tokens: int
-    max_tokens: int  # of a microbatch
+    max_tokens: int  # per microbatch
 
     @property
     def num_microbatches(self) -> int:
@@ -27,7 +27,7 @@ class Packing:
 
     @property
     def padding(self) -> int:
-        """Tokens that were left empty."""
+        """Unused token positions in all microbatches."""
         return self.num_microbatches * self.max_tokens - self.num_tokens
 
     @property
@@ -36,7 +36,7 @@ class Packing:
 
     @property
     def lower_bound(self) -> int:
-        """Microbatches, if sequences could be cut."""
+        """Smallest number of microbatches if sequences could be split."""
         return -(-self.num_tokens // self.max_tokens)
 
 
@@ -47,21 +47,21 @@ class CollationGain:
 
     @property
     def fewer_microbatches(self) -> float:
-        """Share of those in order that greedy collation does without."""
+        """Share of microbatches that greedy collation saves, relative to packing in order."""
         return 1 - self.greedy.num_microbatches / self.in_order.num_microbatches
 
 
 def collation_gain(lengths: Sequence[int], max_tokens: int) -> CollationGain:
-    """Both packings of the same sequences. Raises: ValueError as `collate`."""
+    """Pack the same sequences both ways. Raises: ValueError as `collate`."""
     greedy = collate(lengths, max_tokens)
     bins = (collate_in_order(lengths, max_tokens), greedy)
-    return CollationGain(*(Packing(each, sum(lengths), max_tokens) for each in bins))
+    return CollationGain(*(Packing(packed, sum(lengths), max_tokens) for packed in bins))
 
 
 def collate_in_order(lengths: Sequence[int], max_tokens: int) -> Bins:
-    """Each sequence into the last microbatch, or where that has no room for it into a new one.
+    """Put each sequence into the last microbatch, or into a new one if the last has no room.
 
-    No length may be above `max_tokens`.
+    No length may exceed `max_tokens`.
     """
     bins: Bins = []
     room = 0

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: results on stdout, progress on stderr."""
+"""Command line of the benchmarks: results go to stdout, progress to stderr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.digest import digest
 from benchmarks.size import size
 from midflight.metrics.jsonl import json_text
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Leave it alone meanwhile.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Run nothing else on it.")
 app.command()(digest)
 app.command()(size)
 
@@ -23,24 +23,24 @@ ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a m
 @app.command()
 def decode(
     model: ModelOption = "demo",
-    dtype: Annotated[str, typer.Option(help="float32,bfloat16; default: what suits the model")] = "",
-    sequences: Annotated[str, typer.Option(help="numbers of sequences at the same time")] = "1,8,32,128,512",
-    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
-    new_tokens: Annotated[int, typer.Option(help="sampled for each sequence")] = 64,
-    skip: Annotated[str, typer.Option(help="ENGINE[:SEQUENCES],...: what not to measure")] = "",
-    cap_s: Annotated[float, typer.Option(help="give up on a measurement after so many seconds")] = 120.0,
+    dtype: Annotated[str, typer.Option(help="float32,bfloat16; default: depends on the model")] = "",
+    sequences: Annotated[str, typer.Option(help="numbers of concurrent sequences")] = "1,8,32,128,512",
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="tokens sampled per sequence")] = 64,
+    skip: Annotated[str, typer.Option(help="ENGINE[:SEQUENCES],...: measurements to skip")] = "",
+    cap_s: Annotated[float, typer.Option(help="timeout of one measurement (seconds)")] = 120.0,
     vllm_python: Annotated[
-        Path | None, typer.Option(envvar="MIDFLIGHT_VLLM_PYTHON", help="the Python of an environment with vLLM")
+        Path | None, typer.Option(envvar="MIDFLIGHT_VLLM_PYTHON", help="Python of an environment with vLLM")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Decoded tokens per second: midflight's engine, transformers, vLLM, and what the machine allows at most."""
+    """Decoded tokens per second: midflight's engine, transformers, vLLM, and the machine's roofline."""
     from benchmarks.decode import DecodeOptions, bench_decode, decode_table, parse_skip
     from benchmarks.models import check_dtype, find_model
 
-    found = find_model(model)
+    bench_model = find_model(model)
     options = DecodeOptions(
-        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else found.default_dtypes,
+        dtypes=tuple(map(check_dtype, dtype.split(","))) if dtype else bench_model.default_dtypes,
         sequences=tuple(map(_count, sequences.split(","))),
         rounds=rounds,
         new_tokens=new_tokens,
@@ -48,7 +48,7 @@ def decode(
         cap_s=cap_s,
         vllm_python=vllm_python,
     )
-    result = bench_decode(found, options, Console(stderr=True).print)
+    result = bench_decode(bench_model, options, Console(stderr=True).print)
     print(json_text(result) if as_json else decode_table(result["rows"]))
 
 
@@ -56,12 +56,12 @@ def decode(
 def updates(
     model: ModelOption = "demo",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    num_updates: Annotated[int, typer.Option("--updates", min=1, help="how many weight updates")] = 1000,
-    sequences: Annotated[int, typer.Option(min=1, help="in flight all the time")] = 32,
-    new_tokens: Annotated[int, typer.Option(min=2, help="sampled for each sequence")] = 128,
+    num_updates: Annotated[int, typer.Option("--updates", min=1, help="number of weight updates")] = 1000,
+    sequences: Annotated[int, typer.Option(min=1, help="sequences kept in flight")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="tokens sampled per sequence")] = 128,
     as_json: Json = False,
 ) -> None:
-    """How long sequences in flight wait for a weight update, over many updates."""
+    """Pause of sequences in flight during a weight update, over many updates."""
     from benchmarks.models import check_dtype, find_model
     from benchmarks.updates import bench_updates
 
@@ -83,12 +83,12 @@ def updates(
 def train_speed(
     model: ModelOption = "demo",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, over float32 parameters")] = "float32",
-    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 3,
-    sequences: Annotated[int, typer.Option(min=1, help="rollouts of one optimizer step")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 3,
+    sequences: Annotated[int, typer.Option(min=1, help="rollouts per optimizer step")] = 32,
     group_size: Annotated[
         int, typer.Option(min=0, help="rollouts with the same prompt; 0: 8 for the demo, else 1")
     ] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of a microbatch, padding included")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens per microbatch, padding included")] = 4096,
     as_json: Json = False,
 ) -> None:
     """Trained tokens per second: midflight's packed step, and the same step with padded rows."""
@@ -97,9 +97,9 @@ def train_speed(
     from benchmarks.train_load import load_shape
 
     checked_dtype = check_dtype(dtype)
-    found = find_model(model)
-    options = TrainOptions(load_shape(found.name, sequences, group_size), rounds, max_tokens, checked_dtype)
-    result = bench_train(found, options, Console(stderr=True).print)
+    bench_model = find_model(model)
+    options = TrainOptions(load_shape(bench_model.name, sequences, group_size), rounds, max_tokens, checked_dtype)
+    result = bench_train(bench_model, options, Console(stderr=True).print)
     print(json_text(result) if as_json else train_table(result["rows"]))
 
 
@@ -107,10 +107,10 @@ def train_speed(
 def ranks(
     num_ranks: Annotated[str, typer.Option("--ranks", help="numbers of ranks of the sharded trainer")] = "2",
     steps: Annotated[int, typer.Option(min=2, help="optimizer steps")] = 10,
-    layers: Annotated[int, typer.Option(min=1, help="of a random model; 15: 100M parameters")] = 15,
+    layers: Annotated[int, typer.Option(min=1, help="layers of the random model; 15: 100M parameters")] = 15,
     as_json: Json = False,
 ) -> None:
-    """Peak memory and step time of one process and of several that share a model, and how far their weights differ."""
+    """Peak memory and step time of a single process and of a sharded trainer, and the difference of their weights."""
     from benchmarks.ranks import RanksOptions, bench_ranks, ranks_table
 
     options = RanksOptions(tuple(map(_count, num_ranks.split(","))), steps, layers)
@@ -120,14 +120,14 @@ def ranks(
 
 @app.command()
 def streams(
-    kinds: Annotated[str, typer.Option("--streams", help="which")] = "sqlite,redis",
-    records: Annotated[int, typer.Option(min=1, help="how many")] = 100_000,
-    record_bytes: Annotated[int, typer.Option(min=0, help="of one record")] = 2000,
-    batch: Annotated[str, typer.Option(help="how many are appended at once")] = "1,32",
-    redis_url: Annotated[str | None, typer.Option(help="default: a server of its own, if one is installed")] = None,
+    kinds: Annotated[str, typer.Option("--streams", help="streams to measure")] = "sqlite,redis",
+    records: Annotated[int, typer.Option(min=1, help="number of records")] = 100_000,
+    record_bytes: Annotated[int, typer.Option(min=0, help="size of one record (bytes)")] = 2000,
+    batch: Annotated[str, typer.Option(help="records appended at once")] = "1,32",
+    redis_url: Annotated[str | None, typer.Option(help="default: start a server, if one is installed")] = None,
     as_json: Json = False,
 ) -> None:
-    """Records per second from one process to another, and how much memory that takes."""
+    """Records per second from one process to another, and the growth of memory."""
     from benchmarks.streams import StreamLoad, bench_streams
 
     load = StreamLoad(records, record_bytes, tuple(map(_count, batch.split(","))), redis_url)
@@ -144,12 +144,12 @@ def streams(
 
 @app.command()
 def weights(
-    sizes: Annotated[str, typer.Option(help="1M,135M,1B: parameters")] = "1M,135M,1B",
+    sizes: Annotated[str, typer.Option(help="numbers of parameters: 1M, 135M, 1B")] = "1M,135M,1B",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(min=1, help="results are medians over them")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Seconds and GB/s of every way that new weights take to another process."""
+    """Seconds and GB/s of every transport of weights to another process."""
     from benchmarks.models import check_dtype
     from benchmarks.weights import bench_weights, weights_table
 
@@ -159,10 +159,12 @@ def weights(
 
 @app.command()
 def simulator(
-    sizes: Annotated[str, typer.Option(metavar="GPUS:STEPS,...", help="what to simulate")] = "128:1000,10240:100",
+    sizes: Annotated[
+        str, typer.Option(metavar="GPUS:STEPS,...", help="GPUs and optimizer steps")
+    ] = "128:1000,10240:100",
     as_json: Json = False,
 ) -> None:
-    """Seconds that simulations of the PipelineRL paper's case study take, on one core."""
+    """Duration of simulations of the PipelineRL paper's case study, on one core."""
     from benchmarks.simulator import bench_simulator
 
     pairs = [size.partition(":") for size in sizes.split(",")]
@@ -176,5 +178,5 @@ def simulator(
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise typer.BadParameter(f"{text!r} is no number above 0")
+        raise typer.BadParameter(f"{text!r} is not a whole number above 0")
     return int(text)

@@ -1,7 +1,7 @@
-"""Decode tokens per second of several engines: same model, same prompts, same machine, alternating rounds.
+"""Decoded tokens per second of several engines: same model, same prompts, same machine, alternating rounds.
 
-Every engine has a process of its own and every core as threads; one is busy at a time, the others wait for a line on
-their stdin. What is counted are the steps in which all sequences decode (decode_engines.py): no prefill, no drain.
+Every engine has its own process and uses every core. One process works at a time; the others wait for a line on stdin.
+Only the steps in which all sequences decode are counted (decode_engines.py): no prefill, no drain.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from midflight.report.machine import describe_machine, num_cores
 
 ENGINES = ("midflight", "transformers", "transformers_cb", "vllm")
 _VLLM_WORKER = Path(__file__).with_name("vllm_worker.py")
-# vLLM's documentation recommends both on CPUs; they are used where they are found.
+# vLLM's documentation recommends both on CPUs; each is used if it is installed.
 _VLLM_PRELOADS = ("/usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4", "{environment}/lib/libiomp5.so")
-# The first question includes loading the model; vLLM's also builds its kernels' plans.
+# The first request also loads the model; vLLM's first request prepares its kernels, too.
 _START_SECONDS = 300.0
 _WARM_UP_TOKENS = 8
-# Windows of small models last tens of milliseconds: several are added up.
+# Windows of small models last tens of milliseconds, so several are added up.
 _MIN_SECONDS = 0.5
-# OpenMP threads spin for a while (vLLM's for 0.2 s) when their work is done, and would slow the next engine down.
+# Idle OpenMP threads spin for a while (vLLM's for 0.2 s) and would slow down the next engine.
 _SETTLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What to measure. `skip` holds (engine, sequences) pairs; sequences None means all sizes."""
+    """Options of the measurement. `skip` holds (engine, sequences) pairs; sequences None means all sizes."""
 
     dtypes: tuple[str, ...]
     sequences: tuple[int, ...]
@@ -53,7 +53,7 @@ class DecodeOptions:
         if self.vllm_python and not self.vllm_python.is_file():
             raise RecipeError(f"--vllm-python: there is no file {self.vllm_python}")
         if self.new_tokens <= _WARM_UP_TOKENS:
-            raise RecipeError(f"--new-tokens: {self.new_tokens} is not more than the {_WARM_UP_TOKENS} of a warm-up")
+            raise RecipeError(f"--new-tokens: {self.new_tokens} should be above the {_WARM_UP_TOKENS} of the warm-up")
 
     def runs(self, engine: str, sequences: int) -> bool:
         if engine == "vllm" and not self.vllm_python:
@@ -62,9 +62,9 @@ class DecodeOptions:
 
 
 def parse_skip(text: str) -> frozenset[tuple[str, int | None]]:
-    """`ENGINE` or `ENGINE:SEQUENCES`, separated by commas.
+    """Parse `ENGINE` or `ENGINE:SEQUENCES`, separated by commas.
 
-    Raises: RecipeError if there is no such engine or the size is no number.
+    Raises: RecipeError if an engine does not exist or a size is not a number.
     """
     pairs = []
     for item in filter(None, text.split(",")):
@@ -76,7 +76,7 @@ def parse_skip(text: str) -> frozenset[tuple[str, int | None]]:
 
 
 def bench_decode(model: BenchModel, options: DecodeOptions, report: Callable[[str], None]) -> dict[str, Any]:
-    """Rows (medians over rounds; None where an engine did not run), every round, and what the roofline is made of."""
+    """Measure all engines; return rows (medians over rounds, None if an engine did not run), rounds and ceilings."""
     machine = describe_machine()
     rows: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
@@ -107,7 +107,7 @@ def bench_decode(model: BenchModel, options: DecodeOptions, report: Callable[[st
 
 
 class Fleet:
-    """The engines' processes for one dtype, started when first asked; killed when they fail."""
+    """Engine processes for one dtype, started at their first request and killed if they fail."""
 
     def __init__(self, model: BenchModel, dtype: str, options: DecodeOptions, stack: ExitStack) -> None:
         self.model, self.dtype, self.options = model, dtype, options
@@ -115,9 +115,9 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
 
     def measure(self, engine: str, sequences: int, new_tokens: int, seed: int) -> dict[str, Any]:
-        """Tokens and seconds, added up over as many windows as half a second takes, each with prompts of its own.
+        """Return tokens and seconds, added up over windows until half a second is full; each window has new prompts.
 
-        `others_cores` is how many cores everything else on the machine kept busy meanwhile: a fair figure has about 0.
+        `others_cores`: mean number of cores that other processes kept busy meanwhile, about 0 in a fair measurement.
 
         Raises: TimeoutError after the cap, WorkerError if the engine fails; a later call starts a new process.
         """
@@ -169,13 +169,13 @@ class Fleet:
         if engine == "vllm":
             assert self.options.vllm_python is not None
             python = self.options.vllm_python
-            # -P: the worker's neighbors are midflight's modules, not vLLM's.
+            # -P keeps the worker's directory, with modules of these benchmarks, off vLLM's import path.
             return [str(python), "-P", str(_VLLM_WORKER), json.dumps(options)], {"LD_PRELOAD": vllm_preload(python)}
         return [sys.executable, "-m", "benchmarks.decode_worker", json.dumps(options)], {"HF_HUB_OFFLINE": "1"}
 
 
 def vllm_preload(python: Path) -> str:
-    """The libraries vLLM should be started with, as LD_PRELOAD wants them."""
+    """Value of LD_PRELOAD with the libraries that vLLM should be started with."""
     root = Path("/")
     patterns = [pattern.format(environment=python.absolute().parents[1]) for pattern in _VLLM_PRELOADS]
     return ":".join(str(path) for pattern in patterns for path in sorted(root.glob(pattern.lstrip("/"))))
@@ -184,7 +184,7 @@ def vllm_preload(python: Path) -> str:
 def _measure_size(
     fleet: Fleet, sequences: int, failures: list[dict[str, Any]], report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Every round at one number of sequences, after a warm-up that is not recorded."""
+    """Measure every round at one number of sequences, after a warm-up that is not recorded."""
     engines = [engine for engine in ENGINES if fleet.options.runs(engine, sequences)]
     measured = []
     for index in range(-1, fleet.options.rounds):
@@ -206,7 +206,7 @@ def _measure_size(
 
 
 def row(rounds: Sequence[Mapping[str, Any]], limit: float) -> dict[str, Any]:
-    """One row: each engine's median, the roofline, and midflight's median per-round ratio to each other engine."""
+    """Build one row: each engine's median, the roofline, and midflight's median per-round ratio to other engines."""
     rates = {
         engine: {entry["round"]: entry["tokens_per_s"] for entry in rounds if entry["engine"] == engine}
         for engine in ENGINES
@@ -223,13 +223,13 @@ def row(rounds: Sequence[Mapping[str, Any]], limit: float) -> dict[str, Any]:
 
 
 def median_ratio(numerators: Mapping[int, float], denominators: Mapping[int, float]) -> float | None:
-    """The median over the rounds that both have; None if there is none."""
+    """Median ratio over the rounds that both have; None if they share none."""
     shared = numerators.keys() & denominators.keys()
     return statistics.median(numerators[index] / denominators[index] for index in shared) if shared else None
 
 
 def decode_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens per second, one line per model, dtype and number of sequences."""
+    """Render tokens per second, one line per model, dtype and number of sequences."""
     columns = (*ENGINES, "roofline")
     lines = [f"{'model':10}{'dtype':10}{'sequences':>10}" + "".join(f"{column:>17}" for column in columns)]
     for entry in rows:

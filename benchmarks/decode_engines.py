@@ -1,7 +1,7 @@
-"""The engines that share this environment, each measured over the same window.
+"""Engines that share this environment, each measured over the same window.
 
-The window opens when every sequence has its first token and closes when the first sequence has its last, so every
-step in it decodes all of them and no prompt is prefilled in it.
+The window opens when every sequence has its first token and closes when the first sequence has its last token. So each
+of its steps decodes all sequences and prefills no prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one engine did in its window."""
+    """Tokens and seconds of one engine's window."""
 
     tokens: int
     seconds: float
@@ -34,13 +34,13 @@ class Measurement:
 
 
 class DecodeEngine(Protocol):
-    """Something that samples `new_tokens` tokens for each of the prompts, at temperature 1, and never stops early."""
+    """Engine that samples exactly `new_tokens` tokens per prompt, at temperature 1."""
 
     def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement: ...
 
 
 class Embedded:
-    """Midflight's own engine, with as many rows as there are prompts; log-probabilities always come with the tokens."""
+    """Midflight's own engine, with one slot per prompt; it always returns log-probabilities."""
 
     def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
         self._directory, self._dtype, self._max_new_tokens = directory, dtype, max_new_tokens
@@ -78,7 +78,7 @@ class Embedded:
 
     def _engine_for(self, prompts: Prompts) -> EmbeddedEngine:
         if self._engine is None or self._num_rows != len(prompts):
-            self._engine = None  # its memory is needed for the next one
+            self._engine = None  # frees its memory for the next engine
             self._num_rows = len(prompts)
             self._engine = build_embedded_engine(
                 self._directory,
@@ -91,7 +91,7 @@ class Embedded:
 
 
 class Stopwatch(StoppingCriteria):  # type: ignore[misc]
-    """Notes when each token was there; stops nothing."""
+    """Stopping criterion that never stops, and records the time of each token."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -102,7 +102,7 @@ class Stopwatch(StoppingCriteria):  # type: ignore[misc]
 
 
 class TransformersGenerate:
-    """`model.generate`, whole batch in step. It can return whole score vectors only, so no log-probabilities."""
+    """`model.generate` on the whole batch, without log-probabilities: it could only return whole score vectors."""
 
     def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
         self._model = load_transformers(directory, dtype)
@@ -123,20 +123,20 @@ class TransformersGenerate:
 
 
 class TransformersContinuousBatching:
-    """transformers' own continuous batching, with log-probabilities, its cache as large as the requests need."""
+    """Continuous batching of transformers, with log-probabilities and a cache as large as the requests need."""
 
     def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
         self._model = load_transformers(directory, dtype)
         self._dtype = dtype
 
     def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement:
-        from transformers import ContinuousBatchingConfig  # younger than the oldest transformers midflight runs with
+        from transformers import ContinuousBatchingConfig  # missing in the oldest supported transformers
 
         page_size = 32
         config = ContinuousBatchingConfig(
             page_size=page_size,
             num_blocks=len(prompts) * (-(-(max(map(len, prompts)) + new_tokens) // page_size) + 1),
-            # Room for prompts beside the sequences that decode already: the last must start before the first ends.
+            # Room for prompts beside decoding sequences: the last sequence must start before the first one ends.
             max_batch_tokens=max(512, 8 * len(prompts)),
             allow_block_sharing=False,
             return_logprobs=True,
@@ -147,16 +147,16 @@ class TransformersContinuousBatching:
         ) as manager:
             request_ids = manager.add_requests(list(map(list, prompts)), new_tokens, record_timestamps=True)
             outputs = [manager.get_result() for _ in request_ids]
-        failed = [output.error if output else "its loop died" for output in outputs if not output or output.error]
+        failed = [output.error if output else "its loop ended" for output in outputs if not output or output.error]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
         return window([output.timestamps for output in outputs], self._dtype)
 
 
 def window(stamps: Sequence[Sequence[float]], compute_dtype: str) -> Measurement:
-    """The window of sequences whose every token has a time stamp (seconds).
+    """Measure the window of sequences, given the time stamp of every token (seconds).
 
-    Both its ends are stamps of the sequence that began last, so it holds each step either wholly or not at all.
+    Both ends of the window are stamps of the sequence that began last, so the window contains whole steps only.
     Raises: ValueError if the first sequence ended before the last one began.
     """
     clock = max(stamps, key=lambda times: times[0])
@@ -169,7 +169,7 @@ def window(stamps: Sequence[Sequence[float]], compute_dtype: str) -> Measurement
 
 
 def load_transformers(directory: Path, dtype: str) -> Any:
-    """The plain transformers model, with no default of the checkpoint's that would end or reshape sampling."""
+    """Load the plain transformers model, without the checkpoint's defaults that would stop or change sampling."""
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=getattr(torch, dtype))
     model.generation_config = GenerationConfig()

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: a JSON line in, a measurement as a JSON line out, until stdin closes."""
+"""Process of one engine: reads JSON lines, answers each with a measurement, ends when stdin closes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.decode_engines import ENGINES
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    # Results keep stdout to themselves; what libraries print goes to stderr.
+    # Only results go to stdout; the output of libraries goes to stderr.
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         torch.set_num_threads(options["num_threads"])

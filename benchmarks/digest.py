@@ -1,7 +1,7 @@
-"""Hashes of what a run does, under every schedule: equal before and after a change that must not change any run.
+"""Hashes of the batches and weights of a run, under every schedule, to prove that a change alters no run.
 
-One process and a virtual clock: an optimizer step takes `_TRAIN_TICKS` iterations of the rollout loop, so nothing
-depends on how fast the machine is. Hashes are of float32 results, so they are compared on one kind of machine.
+The run has one process and a virtual clock: an optimizer step takes `_TRAIN_TICKS` iterations of the rollout loop, so
+results do not depend on the machine's speed. The hashes are of float32 results: compare them on one kind of machine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from midflight.types import TrainingBatch
 _RECIPE = SHIPPED_RECIPES["cpu_demo"]
 _TRAIN_TICKS = 7
 _NUM_BATCHES = 50
-_NUM_STEPS = 20  # the weights after so many optimizer steps are hashed
+_NUM_STEPS = 20  # the weights after this number of optimizer steps are hashed
 _COMMON = (
     *("run.seed=3", "batch.batch_size=16", "batch.group_size=4", "sampling.max_tokens=60"),
     *("trainer.learning_rate=1e-3", f"trainer.max_steps={_NUM_BATCHES}", "schedule.num_in_flight=24"),
-    "engine.max_update_pause_s=1000",  # new weights are adopted at once, not as far as time allows
+    "engine.max_update_pause_s=1000",  # new weights are adopted at once, not in slices
 )
 _SCHEDULES: dict[str, tuple[str, ...]] = {
     "conventional": ("schedule.type=conventional", "schedule.steps_per_rl_step=4"),
@@ -49,7 +49,7 @@ _SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 def digest(
-    expect: Annotated[Path | None, typer.Option(help="an earlier result; each row is compared with it")] = None,
+    expect: Annotated[Path | None, typer.Option(help="earlier result to compare each row with")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print hashes of the first batches and of the weights of a fixed recipe, under every schedule."""
@@ -69,18 +69,18 @@ def digest(
 
 
 def _overrides(own: tuple[str, ...]) -> list[str]:
-    """The common overrides, after the schedule's type, which starts its section afresh."""
+    """Add the common overrides after the schedule's type, which resets its section."""
     return [*own[:1], *_COMMON, *own[1:]] if own and own[0].startswith("schedule.type") else [*_COMMON, *own]
 
 
 def _targets(expected: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = next((row for row in rows if row["schedule"] == expected["schedule"]), {})
+    row = next((row for row in rows if row["schedule"] == expected["schedule"]), {})
     return [
         {
             "name": f"{expected['schedule']}: {key}",
-            "value": found.get(key),
+            "value": row.get(key),
             "limit": expected[key],
-            "holds": found.get(key) == expected[key],
+            "holds": row.get(key) == expected[key],
         }
         for key in ("batches", "weights")
     ]
@@ -118,14 +118,14 @@ def _has_passed(state: TrainerState, version: int) -> bool:
 
 
 def _parts_of(batch: TrainingBatch) -> Iterable[np.ndarray[Any, Any]]:
-    """Everything a batch says that does not depend on time."""
+    """All contents of a batch that do not depend on time."""
     yield np.array(batch.group_ids, np.int64)
     yield np.array(sorted(batch.lag_histogram.items()), np.int64)
     yield batch.trained_lengths
     yield batch.has_gradient
     yield batch.generated_lengths
     yield batch.dropped_lengths
-    for microbatch in (each for rank in batch.microbatches for each in rank):
+    for microbatch in (member for rank in batch.microbatches for member in rank):
         yield microbatch.token_ids
         yield microbatch.position_ids
         yield microbatch.loss_mask

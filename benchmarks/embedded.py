@@ -1,4 +1,4 @@
-"""The embedded engine as benchmarks build it; no other benchmark file knows its constructor."""
+"""Construction of the embedded engine for all benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midflight.protocols import Generator
 
 
 class EmbeddedEngine(NamedTuple):
-    """An idle engine at weight version 0, the weights it was built from, and the dtype it computes in."""
+    """Idle engine at weight version 0, its weights, and the dtype it computes in."""
 
     generator: Generator
     weights: dict[str, Tensor]
@@ -25,13 +25,13 @@ class EmbeddedEngine(NamedTuple):
 def build_embedded_engine(
     directory: Path, dtype: str, *, max_num_seqs: int, max_prompt_tokens: int, max_new_tokens: int
 ) -> EmbeddedEngine:
-    """Raises: ModelError if the directory holds no model the engine can run."""
+    """Build an idle engine. Raises: ModelError if the directory holds no model that the engine can run."""
     weights = weights_of(load_model(directory, getattr(torch, dtype)))
     limits = EngineLimits(
         max_num_seqs=max_num_seqs,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
-        # Every prompt in one step: then all sequences decode together from their first token to their last.
+        # All prompts fit into one step, so that all sequences decode together from first to last token.
         max_batched_tokens=max_num_seqs * (max_prompt_tokens + 1),
         max_update_pause_s=0.02,
     )

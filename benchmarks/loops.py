@@ -1,4 +1,4 @@
-"""The real loops of a run in one process, over memory streams: for the digest and for the equivalence tests."""
+"""Real loops of a run in one process, over memory streams, for the digest and the equivalence tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from midflight.types import ChosenBatch, TrainingBatch
 
 
 class Recorder(MemoryStream[TrainingBatch]):
-    """A memory stream that also keeps what was trimmed."""
+    """Memory stream that also keeps all appended records."""
 
     def __init__(self) -> None:
         super().__init__(capacity=1000)
@@ -44,7 +44,7 @@ class Recorder(MemoryStream[TrainingBatch]):
 
 
 class _Groups(MemoryStream[ChosenBatch]):
-    """A memory stream whose records have been bytes, as between two processes."""
+    """Memory stream that encodes and decodes each record, as between two processes."""
 
     def __init__(self) -> None:
         super().__init__(capacity=1000)
@@ -56,14 +56,14 @@ class _Groups(MemoryStream[ChosenBatch]):
 
 @dataclass
 class Loops:
-    """The loops of a run and what is between them; the first weights are published."""
+    """Loops of a run and the streams between them; the first weights are already published."""
 
     weights: InProcessWeights
     stream: Recorder
     actor: Actor
     rollouts: RolloutLoop
     training: TrainLoop
-    preprocess: PreprocessLoop | None  # None: the rollout loop does it
+    preprocess: PreprocessLoop | None  # None: preprocessing is part of the rollout loop
 
 
 def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:

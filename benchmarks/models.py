@@ -1,4 +1,4 @@
-"""The models that benchmarks run: by name, or any directory the engine can load."""
+"""Models for benchmarks, by name or by directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model directory and the two sizes a benchmark needs."""
+    """Model directory and the two sizes that benchmarks need."""
 
     name: str
     directory: Path
     vocab_size: int
-    matmul_parameters: int  # multiplied once per token: all but an embedding that is not also the output head
+    matmul_parameters: int  # parameters multiplied per token: all but an untied embedding
 
     @property
     def default_dtypes(self) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ class BenchModel:
 
 
 def find_model(name: str) -> BenchModel:
-    """`demo` (the demo's starting policy), `smollm2`, or a directory.
+    """Find `demo` (the demo's starting policy), `smollm2`, or the model in a directory.
 
     Raises: ModelError if there is no such model.
     """
@@ -50,9 +50,9 @@ def find_model(name: str) -> BenchModel:
 
 
 def check_dtype(name: str) -> str:
-    """The name itself.
+    """Return the name.
 
-    Raises: RecipeError if benchmarks do not run that dtype.
+    Raises: RecipeError if benchmarks do not support the dtype.
     """
     if name not in DTYPES:
         raise RecipeError(f"--dtype: {name!r} is not {' or '.join(DTYPES)}")

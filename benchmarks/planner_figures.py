@@ -1,9 +1,9 @@
-"""The pictures of docs/planner.md and the numbers behind them: `make planner-figures`, some three minutes on one core.
+"""Pictures of docs/planner.md and their numbers: `make planner-figures`, about three minutes on one core.
 
-    python -m benchmarks.planner_figures            # all of them
-    python -m benchmarks.planner_figures collation  # those named
+    python -m benchmarks.planner_figures            # all pictures
+    python -m benchmarks.planner_figures collation  # selected pictures
 
-Scenarios and seeds decide everything, the machine nothing.
+Results depend on scenarios and seeds only, not on the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUMBERS = ROOT / "benchmarks" / "results" / "planner_figures.json"
 
 
 def draining(images: Path) -> Numbers:
-    """A batch that is generated as a whole. Source: PipelineRL, figures 2b and 2c."""
+    """Draw a draining batch. Source: PipelineRL, figures 2b and 2c."""
     figure, (active, times, speeds) = load_pyplot().subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     distributions = {"uniform to 8192": uniform(8192), "lognormal to 16384": lognormal(2000, 1.0, 16384)}
     shares: Numbers = {}
@@ -55,7 +55,7 @@ def draining(images: Path) -> Numbers:
         ends = batch.times.cumsum() / batch.duration
         active.plot([0, *ends], [1, *(batch.active / 256)], color=color, linewidth=2, label=name)
         shares[name] = {"time_until_half": share_until_half(batch), "time_below_64": share_below(batch, 64)}
-    active.set(xlabel="time, of the generation phase", ylabel="share of 256 still going", xlim=(0, 1), ylim=(0, 1.02))
+    active.set(xlabel="share of the generation phase", ylabel="share of 256 in flight", xlim=(0, 1), ylim=(0, 1.02))
     active.legend(frameon=False, loc="upper right")
     sizes = [2**power for power in range(10)]
     batches = [drain(uniform(8192), PAPER_STEP_COST, size) for size in sizes]
@@ -65,7 +65,7 @@ def draining(images: Path) -> Numbers:
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
         axis.set(xlabel="sequences per GPU, uniform to 8192", ylim=(0, None))
-    times.set_ylabel("time, over that of one sequence")
+    times.set_ylabel("duration relative to one sequence")
     speeds.set_ylabel("tokens per flash and GPU")
     _save(figure, images / "planner_draining.png")
     return {
@@ -77,7 +77,7 @@ def draining(images: Path) -> Numbers:
 
 
 def lag(images: Path) -> Numbers:
-    """How old tokens are, by position in a response and by optimizer step. Source: PipelineRL, figure 3a."""
+    """Draw the lag of tokens by position in a response and by optimizer step. Source: PipelineRL, figure 3a."""
     num_shown = 3 * 121
     scenarios = {
         "pipeline": paper("lengths.max=1024", "cluster.num_engines=40"),
@@ -93,7 +93,7 @@ def lag(images: Path) -> Numbers:
         if name == "pipeline":
             steps.plot(run.max_lags[:num_shown], ".", color=COLORS[5], markersize=3, label="pipeline, maximum")
         numbers[name] = beside_formula(run, scenario) | {"mean_lag_by_position": run.lag_by_position.tolist()}
-    positions.set(xlabel="position, of the longest response", ylabel="mean lag, optimizer steps", xlim=(0, 1))
+    positions.set(xlabel="position as a share of the longest response", ylabel="mean lag, optimizer steps", xlim=(0, 1))
     steps.set(xlabel="optimizer step", ylabel="lag, optimizer steps")
     for axis in (positions, steps):
         axis.set_ylim(0, 170)
@@ -103,7 +103,7 @@ def lag(images: Path) -> Numbers:
 
 
 def decoding(images: Path) -> Numbers:
-    """The reconstructed U(h), and what is planned if all of it is multiplied. Source: PipelineRL, figure 8."""
+    """Draw the reconstructed U(h), and plan with multiples of it. Source: PipelineRL, figure 8."""
     figure, axis = load_pyplot().subplots(figsize=(6.5, 3.6), layout="constrained")
     in_flight = np.arange(1, 1153)
     axis.plot(in_flight, rates(PAPER_STEP_COST, in_flight), color=COLORS[0], linewidth=1, label="padded to 64")
@@ -119,7 +119,7 @@ def decoding(images: Path) -> Numbers:
 
 
 def speed(images: Path) -> Numbers:
-    """Rate by max lag, by the formulas and simulated. Source: PipelineRL, figure 9."""
+    """Draw the rate by max lag, from formulas and simulation. Source: PipelineRL, figure 9."""
     figure, (speeds, gains) = load_pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     curve = paper_plan().curve
     speeds.step(curve.lags, curve.rates, where="post", color=COLORS[0], label="pipeline")
@@ -134,7 +134,7 @@ def speed(images: Path) -> Numbers:
     simulated = [point["speed_up"]["simulated"] for point in points]
     gains.plot(lags, simulated, "o", color=COLORS[2], markersize=5, label="simulated")
     speeds.set_ylabel("trained tokens per flash")
-    gains.set_ylabel("times as fast as conventional")
+    gains.set_ylabel("speed-up over conventional")
     for axis in (speeds, gains):
         axis.set(xlabel="max lag, optimizer steps", xlim=(0, 300), ylim=(0, None))
         axis.legend(frameon=False, loc="lower right")
@@ -143,21 +143,24 @@ def speed(images: Path) -> Numbers:
 
 
 def april(images: Path) -> Numbers:
-    """What over-sampling gains and makes old, and what it gains under dynamic sampling."""
+    """Draw the gain and the token age of over-sampling, and its gain under dynamic sampling."""
     figure, axes = load_pyplot().subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     gains, shares, filtering = axes
     factors = (1.0, 1.25, 1.5, 2.0, 3.0)
     numbers: Numbers = {"over_sampling": factors, "gain": {}}
     for color, (name, slope) in zip(COLORS, {"1": 0.0, "1 + h/64": 1 / 64, "1 + h/32": 1 / 32}.items(), strict=False):
         runs = [over_sampled(factor, slope) for factor in factors]
-        speeds = [mean(run.generated_rate for run in each) for each in runs]
-        numbers["gain"][name] = gain = [each / speeds[0] for each in speeds]
-        gains.plot(factors, gain, "o-", color=color, markersize=4, label=f"a step takes {name}")
+        speeds = [mean(run.generated_rate for run in seeds) for seeds in runs]
+        numbers["gain"][name] = gain = [rate / speeds[0] for rate in speeds]
+        gains.plot(factors, gain, "o-", color=color, markersize=4, label=f"step time {name}")
         if name == "1 + h/64":
-            numbers["old_token_fraction"] = [mean(_old_fraction(run) for run in each) for each in runs]
-            numbers["carried_in_fraction"] = [mean(run.carried_in_fraction for run in each) for each in runs]
-            numbers["max_versions"] = [max(int(run.num_versions.max()) for run in each) for each in runs]
-    labels = {"old_token_fraction": "trained: of older weights", "carried_in_fraction": "held: of earlier iterations"}
+            numbers["old_token_fraction"] = [mean(_old_fraction(run) for run in seeds) for seeds in runs]
+            numbers["carried_in_fraction"] = [mean(run.carried_in_fraction for run in seeds) for seeds in runs]
+            numbers["max_versions"] = [max(int(run.num_versions.max()) for run in seeds) for seeds in runs]
+    labels = {
+        "old_token_fraction": "trained, from older weights",
+        "carried_in_fraction": "carried in from earlier iterations",
+    }
     for color, (name, label) in zip(COLORS[3:], labels.items(), strict=False):
         shares.plot(factors, numbers[name], "o-", color=color, markersize=4, label=label)
     numbers["dynamic_sampling"] = dynamic = [dynamic_sampling(filter_rate) for filter_rate in (0.0, 0.2, 0.3, 0.5)]
@@ -165,9 +168,9 @@ def april(images: Path) -> Numbers:
     for color, kind in zip(COLORS, ("trained", "generated"), strict=False):
         gain = [row[f"gain_{kind}"] for row in dynamic]
         filtering.plot(filter_rates, gain, "o-", color=color, markersize=4, label=f"{kind} tokens")
-    gains.set(xlabel="over-sampling F", ylabel="rate, over that of waiting for all", ylim=(0, 7.5))
+    gains.set(xlabel="over-sampling F", ylabel="rate relative to waiting for all", ylim=(0, 7.5))
     shares.set(xlabel="over-sampling F", ylabel="share of tokens", ylim=(0, 1.25))
-    filtering.set(xlabel="share of groups filtered, F = 2", ylabel="rate, over that from scratch", ylim=(0, 3))
+    filtering.set(xlabel="share of groups filtered, F = 2", ylabel="rate relative to the restart baseline", ylim=(0, 3))
     for axis in axes:
         axis.legend(frameon=False, loc="upper left", fontsize=8)
     for axis in (gains, filtering):
@@ -177,7 +180,7 @@ def april(images: Path) -> Numbers:
 
 
 def collation(images: Path) -> Numbers:
-    """Microbatches packed in order, and longest first. Source: Magistral, section 3."""
+    """Draw microbatches packed in order and longest first. Source: Magistral, section 3."""
     figure, axes = load_pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     cases: dict[str, tuple[LengthDistribution, int]] = {}
     for name, lengths in (("lognormal", lognormal(3000, 0.9, 16384)), ("uniform", uniform(8192))):
@@ -197,7 +200,7 @@ def collation(images: Path) -> Numbers:
 
 
 def bound(images: Path) -> Numbers:
-    """What a hard bound on lag costs, in speed and in mean lag."""
+    """Draw the cost of a hard bound on lag, in rate and in mean lag."""
     figure, axes = load_pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     rows = [bounded_point(max_lag) for max_lag in (16, 32, 64, 128)]
     lags = [row["max_lag"] for row in rows]
@@ -214,17 +217,17 @@ def bound(images: Path) -> Numbers:
 
 
 FIGURES: dict[str, Callable[[Path], Numbers]] = {
-    each.__name__: each for each in (draining, lag, decoding, speed, april, collation, bound)
+    draw.__name__: draw for draw in (draining, lag, decoding, speed, april, collation, bound)
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(FIGURES)}; default: all")
     names = parser.parse_args(arguments).names or list(FIGURES)
     unknown = [name for name in names if name not in FIGURES]
     if unknown:
-        parser.error(f"there is no {unknown[0]}; known are {', '.join(FIGURES)}")
+        parser.error(f"there is no picture {unknown[0]}; choose from {', '.join(FIGURES)}")
     numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
     for name in names:
         numbers[name] = _rounded(FIGURES[name](IMAGES))
@@ -233,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _old_fraction(run: SimulationResult) -> float:
-    """Of trained tokens, those that older weights sampled."""
+    """Share of trained tokens that older weights sampled."""
     return 1 - run.lag_histogram.get(0, 0) / sum(run.lag_histogram.values())
 
 
@@ -246,11 +249,11 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits: those after them may differ between versions of numpy."""
+    """Round to five digits, as further digits may differ between versions of numpy."""
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _rounded(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [_rounded(member) for member in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

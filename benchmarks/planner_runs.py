@@ -1,6 +1,6 @@
-"""The plans and simulated runs behind the pictures of docs/planner.md, see planner_figures.py.
+"""Plans and simulated runs behind the pictures of docs/planner.md, see planner_figures.py.
 
-Rates are tokens per unit of the scenario's time, lags optimizer steps.
+Rates are in tokens per unit of the scenario's time, lags in optimizer steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Numbers = dict[str, Any]
 
 
 def paper(*overrides: str) -> Scenario:
-    """The case study, for long enough that its first 400 optimizer steps can be left out."""
+    """Load the case study with 1000 optimizer steps, of which the first 400 are a warm-up."""
     steps = ("simulation.num_steps=1000", "simulation.num_warm_up_steps=400")
     return load_scenario(SCENARIOS / "paper.toml", (*steps, *overrides))
 
 
 def paper_in_turns(steps_per_rl_step: int, num_steps: int, *overrides: str) -> Scenario:
-    """The same GPUs under conventional RL. Every RL step is like the first."""
+    """Load the same GPUs under conventional RL, without a warm-up: every RL step is like the first."""
     schedule = ("schedule.type=conventional", f"schedule.steps_per_rl_step={steps_per_rl_step}")
     return paper(*schedule, f"simulation.num_steps={num_steps}", "simulation.num_warm_up_steps=0", *overrides)
 
@@ -45,7 +45,7 @@ def paper_plan(*overrides: str, max_lag: int | None = None) -> Plan:
 
 
 def speed_point(max_lag: int) -> Numbers:
-    """The split that is planned for that lag, simulated, and conventional RL of the same lag."""
+    """Simulate the split that is planned for this lag, and conventional RL with the same lag."""
     split = paper_plan(max_lag=max_lag).best.split
     scenarios = (paper(*_keys(split)), paper_in_turns(max_lag + 1, 400))
     runs = [simulate_scenario(scenario) for scenario in scenarios]
@@ -64,7 +64,7 @@ def speed_point(max_lag: int) -> Numbers:
 
 
 def bounded_point(max_lag: int) -> Numbers:
-    """The case study's split under a hard bound, and the split that is planned for that lag without one."""
+    """Simulate the case study's split under a hard bound, beside the split planned for this lag without a bound."""
     split = paper_plan(max_lag=max_lag).best.split
     steps = ("simulation.num_steps=400", "simulation.num_warm_up_steps=200")
     return {
@@ -75,7 +75,7 @@ def bounded_point(max_lag: int) -> Numbers:
 
 
 def scaled_decoding(factor: float) -> Numbers:
-    """The plan for a max lag of 132 with all decoding rates multiplied."""
+    """Plan for a max lag of 132 with all decoding rates multiplied by `factor`."""
     table = [round(factor * rate, 6) for rate in PAPER_STEP_COST.rates]
     keys = ("decode.type=table", "decode.pad_to=64", "decode.beyond=hold")
     sizes = f"decode.sizes={list(PAPER_STEP_COST.sizes)}"
@@ -84,12 +84,12 @@ def scaled_decoding(factor: float) -> Numbers:
 
 
 def over_sampled(over_sampling: float, slope: float) -> list[SimulationResult]:
-    """APRIL where a step of h sequences takes 1 + `slope` h; three seeds, as a single one is some percent off."""
+    """Simulate APRIL with a step time of 1 + `slope` h; three seeds, as one seed is some percent off."""
     return _april_runs(f"schedule.over_sampling={over_sampling}", f"decode.per_sequence={slope}")
 
 
 def dynamic_sampling(filter_rate: float) -> Numbers:
-    """What twofold over-sampling gains if that share of groups is filtered."""
+    """Simulate the gain of twofold over-sampling if `filter_rate` of the groups is filtered."""
     keys = (f"batch.filter_rate={filter_rate}", "schedule.refill=over_sampled")
     runs = _april_runs(*keys)
     alone = restart_baseline(build_run(_april(*keys)), range(1000, 1400))
@@ -102,35 +102,35 @@ def dynamic_sampling(filter_rate: float) -> Numbers:
 
 
 def decode_rate(batch: Draining) -> float:
-    """Tokens per unit of time."""
+    """Mean tokens per unit of time of a draining batch."""
     return float(batch.active.sum()) / batch.duration
 
 
 def share_below(batch: Draining, num_active: float) -> float:
-    """Share of the time with fewer than so many sequences going."""
+    """Share of the time with fewer than `num_active` sequences in flight."""
     below = batch.active < num_active * (1 - 1e-9)
     return float(batch.times[below].sum()) / batch.duration
 
 
 def share_until_half(batch: Draining) -> float:
-    """Share of the time before half of the sequences are done."""
+    """Share of the time until half of the sequences have ended."""
     return 1 - share_below(batch, float(batch.active[0]) / 2)
 
 
 def collated(lengths: LengthDistribution, max_tokens: int) -> Numbers:
-    """512 sequences in microbatches; means of twelve draws."""
+    """Collate 512 sequences into microbatches; return means of twelve draws."""
     rng = np.random.default_rng(0)
     gains = [collation_gain(lengths.draw(rng, 0, 1, 512)[0].tolist(), max_tokens) for _ in range(12)]
 
-    def each(figure: Callable[[CollationGain], float]) -> float:
+    def mean_of(figure: Callable[[CollationGain], float]) -> float:
         return mean(figure(gain) for gain in gains)
 
     return {
-        "microbatches_in_order": each(lambda gain: gain.in_order.num_microbatches),
-        "microbatches_greedy": each(lambda gain: gain.greedy.num_microbatches),
-        "padding_in_order": each(lambda gain: gain.in_order.padding_fraction),
-        "padding_greedy": each(lambda gain: gain.greedy.padding_fraction),
-        "fewer_microbatches": each(lambda gain: gain.fewer_microbatches),
+        "microbatches_in_order": mean_of(lambda gain: gain.in_order.num_microbatches),
+        "microbatches_greedy": mean_of(lambda gain: gain.greedy.num_microbatches),
+        "padding_in_order": mean_of(lambda gain: gain.in_order.padding_fraction),
+        "padding_greedy": mean_of(lambda gain: gain.greedy.padding_fraction),
+        "fewer_microbatches": mean_of(lambda gain: gain.fewer_microbatches),
     }
 
 

@@ -1,4 +1,4 @@
-"""Batches for several ranks, of rollouts that no engine generated."""
+"""Batches for several ranks, made of random rollouts instead of an engine's."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from midflight.types import ActorState, GroupId, TrainingBatch, Trajectory
 def make_batches(
     model: Path, vocab_size: int, load: LoadShape, *, num_batches: int, num_ranks: int, max_tokens: int
 ) -> list[TrainingBatch]:
-    """Log-probabilities are those of the model in the directory `model`, and rewards random."""
+    """Make batches with random rewards and the log-probabilities of the model in the directory `model`."""
     batches = []
     for index in range(num_batches):
         rng = np.random.default_rng(index)
         trajectories = [
-            replace(each, reward=float(rng.normal()))
-            for each in on_policy(make_trajectories(load, vocab_size, seed=index), model)
+            replace(trajectory, reward=float(rng.normal()))
+            for trajectory in on_policy(make_trajectories(load, vocab_size, seed=index), model)
         ]
         batches.append(_batch(index, trajectories, num_ranks, max_tokens))
     return batches
 
 
 def _batch(index: int, trajectories: Sequence[Trajectory], num_ranks: int, max_tokens: int) -> TrainingBatch:
-    lengths = np.array([int(each.loss_mask.sum()) for each in trajectories], np.int32)
-    shares = assign_to_ranks(len(trajectories), num_ranks, index)
+    lengths = np.array([int(trajectory.loss_mask.sum()) for trajectory in trajectories], np.int32)
+    local_batches = assign_to_ranks(len(trajectories), num_ranks, index)
     return TrainingBatch(
         index=index,
-        microbatches=[pack([trajectories[member] for member in share], max_tokens) for share in shares],
+        microbatches=[pack([trajectories[row] for row in local], max_tokens) for local in local_batches],
         num_rollouts=len(trajectories),
         num_response_tokens=int(lengths.sum()),
         num_loss_tokens=int(lengths.sum()),

@@ -1,4 +1,4 @@
-"""Training on one process and on several: the same weights after the same batches, and what each of them needs.
+"""Training in one process and in several: equal weights after the same batches, peak memory and step time.
 
 consumes       the same batches from one file, one configuration after the other
 waits for      its processes to end
@@ -44,9 +44,8 @@ from midflight.trainer.step import TrainStep
 from midflight.types import TrainingBatch
 from midflight.weights.null_sender import NullSender
 
-# A float32 sum of two ranks' gradients is in another order than one process's, and AdamW's steps do not shrink with
-# the gradient.
-MOST_DIFFERENCE = 1e-5
+# Ranks add float32 gradients in another order than one process does, and AdamW's steps do not shrink with the gradient.
+MAX_DIFFERENCE = 1e-5
 
 _CPU = torch.device("cpu")
 _LOAD = LoadShape(sequences=12, group_size=1, prompt_tokens=8, median_response=16, max_response=56, sigma=0.6)
@@ -57,7 +56,7 @@ _OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_nor
 
 @dataclass(frozen=True, slots=True)
 class RanksOptions:
-    """`num_ranks`: of the sharded trainer; the first row is always of the single process."""
+    """Options of the measurement. `num_ranks`: world sizes of the sharded trainer, besides the single process."""
 
     num_ranks: tuple[int, ...] = (2,)
     steps: int = 10
@@ -68,10 +67,10 @@ class RanksOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every process of one configuration is started with."""
+    """Settings of every process of one configuration."""
 
     model: Path
-    directory: Path  # its own
+    directory: Path  # of this configuration
     num_ranks: int  # 0: the single process
     options: RanksOptions
 
@@ -80,16 +79,16 @@ class _Job:
 
 
 def bench_ranks(options: RanksOptions, report: Callable[[str], None]) -> dict[str, Any]:
-    """A row per configuration.
+    """Measure all configurations; return a row for each.
 
-    Raises: BenchmarkError if the weights are not the same afterwards, or a process fails.
+    Raises: BenchmarkError if the final weights differ, or a process fails.
     """
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         model = directory / "model"
         num_parameters = _make_model(model, options)
-        report(f"a model of {num_parameters / 1e6:.0f}M parameters is made")
+        report(f"made a model with {num_parameters / 1e6:.0f}M parameters")
         batches = make_batches(
             model,
             _VOCAB_SIZE,
@@ -113,7 +112,7 @@ def bench_ranks(options: RanksOptions, report: Callable[[str], None]) -> dict[st
 
 
 def difference(one: Path, other: Path) -> float:
-    """Of two checkpoints' models: |a - b| / |b|, the largest of all tensors."""
+    """Largest |a - b| / |b| over all tensors of two checkpoints' models."""
     with SavedTensors(one, "model") as ours, SavedTensors(other, "model") as theirs:
         assert ours.names == theirs.names
         pairs = ((ours.read(name).double(), theirs.read(name).double()) for name in ours.names)
@@ -121,7 +120,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 def ranks_table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per configuration."""
+    """Render one line per configuration."""
     lines = [f"{'trainer':16}{'peak of a rank':>16}{'at its start':>14}{'step':>10}{'difference':>14}"]
     for row in rows:
         name = f"fsdp, {row['ranks']} ranks" if row["backend"] == "fsdp" else "single"
@@ -137,22 +136,26 @@ def _measure(job: _Job, batches: Sequence[TrainingBatch], expected: Path) -> dic
             stream.append(batch)
     start_memory = _run_ranks(job)
     lines = read_metrics(job.directory / "metrics.jsonl")
-    found = difference(*(checkpoint_of(each / "checkpoints", job.options.steps) for each in (job.directory, expected)))
-    if not found <= MOST_DIFFERENCE:
-        raise BenchmarkError(f"{job.num_ranks} ranks come to weights that are {found:.1e} from the single process's")
+    checkpoints = (checkpoint_of(path / "checkpoints", job.options.steps) for path in (job.directory, expected))
+    relative_difference = difference(*checkpoints)
+    if not relative_difference <= MAX_DIFFERENCE:
+        raise BenchmarkError(
+            f"the weights of {job.num_ranks} ranks differ by {relative_difference:.1e} from the single process's,"
+            f" more than {MAX_DIFFERENCE:.0e}"
+        )
     return {
         "backend": "fsdp" if job.num_ranks else "single",
         "ranks": max(1, job.num_ranks),
         "peak_memory_bytes": lines[-1]["memory/peak_bytes_by_rank"],
         "start_memory_bytes": start_memory,
         "step_s": statistics.median(line["time/step_s"] for line in lines[1:]),
-        "difference": found,
+        "difference": relative_difference,
         "grad_norms": [line["grad_norm"] for line in lines],
     }
 
 
 def _run_ranks(job: _Job) -> list[int]:
-    """Peak memory of each process before it did anything, by rank."""
+    """Run all processes; return the peak memory of each at its start, by rank (bytes)."""
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe(duplex=False) for _ in range(max(1, job.num_ranks))]
     processes = [spawn.Process(target=_rank, args=(job, rank, sending)) for rank, (_, sending) in enumerate(pipes)]
@@ -200,7 +203,7 @@ def _train(job: _Job, backend: SingleProcessTrainer, ranks: DistributedGroup | S
 
 
 def _make_model(directory: Path, options: RanksOptions) -> int:
-    """A random one, with the demo's tokenizer; how many parameters it has."""
+    """Save a random model with the demo's tokenizer; return its number of parameters."""
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=options.hidden_size,
@@ -216,4 +219,4 @@ def _make_model(directory: Path, options: RanksOptions) -> int:
     with quiet():
         model.save_pretrained(directory)
     load_tokenizer(load_recipe(DEMO_RECIPE, []).model.path).save_pretrained(directory)
-    return sum(each.numel() for each in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())

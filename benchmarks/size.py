@@ -1,4 +1,4 @@
-"""Size of the package: lines in the wheel, the longest file and the longest function."""
+"""Size of the package: lines in the wheel, longest file, longest function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMITS = {"lines": 20_500, "longest_file": 400, "longest_function": 60, "median
 
 
 def size(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """Print lines of code in the wheel by package, blank lines and comments included, and whether limits hold."""
+    """Print the lines in the wheel by package, blank lines and comments included, and check the limits."""
     lines = {path: len(path.read_text().splitlines()) for path in sorted(_PACKAGE.rglob("*.py"))}
     functions = {where: length for path in lines for where, length in _functions(path).items()}
     figures = {
@@ -47,7 +47,7 @@ def _by_package(lines: dict[Path, int]) -> list[dict[str, Any]]:
 
 
 def _functions(path: Path) -> dict[str, int]:
-    """Lines of every function, its docstring and decorators included, by its place."""
+    """Number of lines of every function, docstring included, by file and line."""
     return {
         f"{_name(path)}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
         for node in ast.walk(ast.parse(path.read_text()))
@@ -62,5 +62,5 @@ def _name(path: Path) -> str:
 def _text(result: dict[str, Any]) -> str:
     rows = [f"{row['package']:14}{row['files']:4} files{row['lines']:7,} lines" for row in result["rows"]]
     largest = [f"{count:4} {where}" for count, where in [*result["longest_files"], *result["longest_functions"]]]
-    targets = [f"{each['name']}: {each['value']:,g} of {each['limit']:,}" for each in result["targets"]]
+    targets = [f"{target['name']}: {target['value']:,g} of {target['limit']:,}" for target in result["targets"]]
     return "\n".join([*rows, "", *largest, "", *targets])

@@ -1,6 +1,6 @@
-"""Records per second through each stream, from one process to another, and whether memory stays bounded.
+"""Records per second through each stream, from one process to another, and the growth of memory.
 
-The writer appends so many records at once; the reader takes up to a hundred at a time and trims behind itself.
+The writer appends a batch of records at once. The reader takes up to a hundred at a time and trims what it has read.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ _WARM_UP = 1000  # records
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """`num_records` of `record_bytes` each; `batches` are how many are appended at once, one measurement each."""
+    """Load of `num_records` of `record_bytes` each; one measurement per entry of `batches`, the records per append."""
 
     num_records: int
     record_bytes: int
     batches: tuple[int, ...]
-    redis_url: str | None = None  # None: a server of the benchmark's own
+    redis_url: str | None = None  # None: the benchmark starts a server
 
     def record(self, index: int) -> Problem:
         return Problem(str(index), "x" * self.record_bytes, "")
 
 
 def bench_streams(kinds: tuple[str, ...], load: StreamLoad, report: Callable[[str], None]) -> dict[str, Any]:
-    """A row per kind and batch. Units: `records_per_s`; `*_growth_mib`: of a process's memory over the whole run.
+    """Measure all streams; return a row per kind and batch.
 
-    Raises: RecipeError if there is no such kind, or no Redis; WorkerError if the writer fails.
+    Units: `records_per_s`; `*_growth_mib`, growth of a process's peak memory over the whole run.
+    Raises: RecipeError if a kind does not exist or no Redis is found; WorkerError if the writer fails.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -82,7 +83,7 @@ def _measure(kind: str, where: str, load: StreamLoad, batch: int) -> dict[str, f
         _read(stream, _WARM_UP, load.num_records)
         seconds = time.perf_counter() - started
         if not ours.poll(_TIMEOUT_S):
-            raise WorkerError("the writing process said nothing")
+            raise WorkerError(f"the writing process did not report within {_TIMEOUT_S:g} s")
         writer_mib = ours.recv()
     finally:
         writer.terminate()
@@ -103,7 +104,7 @@ def _read(stream: Stream[Problem], start: int, count: int) -> None:
         most = min(_READ_AT_ONCE, start + count - offset)
         records = stream.read(offset, most, _TIMEOUT_S)
         if not records:
-            raise WorkerError(f"no record came for {_TIMEOUT_S:g} s; the writing process may have failed")
+            raise WorkerError(f"no record arrived within {_TIMEOUT_S:g} s; the writing process may have failed")
         assert records[0].problem_id == str(offset), "records come in order"
         offset += len(records)
         stream.trim(offset)
@@ -131,7 +132,7 @@ def _open(kind: str, where: str) -> Stream[Problem]:
 
 @contextlib.contextmanager
 def _place(kind: str, directory: Path, load: StreamLoad) -> Iterator[tuple[str, RedisServer | None]]:
-    """A path or a URL, for as long as it is needed, and the server if it is the benchmark's own."""
+    """Provide the path or URL of a stream, and the server if the benchmark started it."""
     if kind == "sqlite":
         yield str(directory / "stream.sqlite"), None
     elif load.redis_url:
@@ -149,5 +150,5 @@ def _place(kind: str, directory: Path, load: StreamLoad) -> Iterator[tuple[str, 
 
 
 def _memory_mib() -> float:
-    """The most memory this process ever had."""
+    """Peak memory of this process (MiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

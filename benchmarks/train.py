@@ -1,7 +1,7 @@
 """Trained tokens per second: an optimizer step of midflight's trainer against the same step with padded rows.
 
-Both are done in this process with every core, one after the other within each round, in turns as to which is first;
-how fast large matrices are multiplied is measured between them.
+Both steps run in this process with every core. Each round runs both; the order changes from round to round. The GEMM
+rate is measured between the two steps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from midflight.errors import BenchmarkError, RecipeError
 from midflight.preprocess.packing import pack
 from midflight.report.machine import describe_machine, num_cores
 
-# Float32 sums in another order differ by some 1e-6, what is rounded to bfloat16 in other places by some 1e-2; a token
-# too many or a wrong shift makes far more than this.
+# Float32 sums in another order differ by about 1e-6, bfloat16 rounding in other places by about 1e-2. One token too
+# many or a wrong shift makes a far larger difference.
 _AGREEMENT = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to measure. `max_tokens`: of a packed microbatch, and of the cells of a padded one."""
+    """Options of the measurement. `max_tokens`: tokens of a packed microbatch, and cells of a padded one."""
 
     load: LoadShape
     rounds: int = 3
@@ -39,25 +39,27 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if self.load.sequences % self.load.group_size:
-            raise RecipeError(f"--group-size: {self.load.sequences} sequences are not groups of {self.load.group_size}")
+            raise RecipeError(
+                f"--group-size: {self.load.sequences} sequences do not divide into groups of {self.load.group_size}"
+            )
         if (longest := self.load.prompt_tokens + self.load.max_response) > self.max_tokens:
-            raise RecipeError(f"--max-tokens: {self.max_tokens} is less than the longest sequence has, {longest}")
+            raise RecipeError(f"--max-tokens: {self.max_tokens} is less than the longest sequence, {longest} tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One optimizer step. Units: seconds; nats."""
+    """Result of one optimizer step. Units: seconds; nats."""
 
     seconds: float
     loss: float
     grad_norm: float
-    others_cores: float | None  # how many cores everything else on the machine kept busy meanwhile
+    others_cores: float | None  # mean number of cores that other processes kept busy meanwhile
 
 
 def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str], None]) -> dict[str, Any]:
-    """A row of medians over rounds, every round, and what the fractions are fractions of.
+    """Measure both steps; return a row of medians over rounds, every round, and the work behind the fractions.
 
-    Raises: BenchmarkError if the two steps do not have the same loss and gradient.
+    Raises: BenchmarkError if loss or gradient norm of the two steps differ.
     """
     machine = describe_machine()
     torch.set_num_threads(num_cores())
@@ -66,11 +68,11 @@ def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str]
     dtype: torch.dtype = getattr(torch, options.dtype)
     packed = PackedStep(model.directory, microbatches, len(trajectories), dtype)
     padded = PaddedStep(model.directory, trajectories, options.max_tokens, dtype)
-    lengths = [len(each.token_ids) for each in trajectories]
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     work = {
-        "loss_tokens": sum(int(each.loss_mask.sum()) for each in trajectories),
+        "loss_tokens": sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
         "tokens": sum(lengths),
-        "packed_tokens": sum(len(each.token_ids) for each in microbatches),
+        "packed_tokens": sum(len(microbatch.token_ids) for microbatch in microbatches),
         "padding_fraction": padding_fraction(lengths, padded.batches),
         "useful_flops": useful_flops(packed.sizes, microbatches),
     }
@@ -81,21 +83,21 @@ def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str]
         "max_tokens": options.max_tokens,
         "load": asdict(options.load),
         "work": work,
-        "gemm_rate": statistics.median(each["gemm_rate"] for each in rounds),
-        "others_cores": _median_known([each["others_cores"] for each in rounds]),
+        "gemm_rate": statistics.median(result["gemm_rate"] for result in rounds),
+        "others_cores": _median_known([result["others_cores"] for result in rounds]),
         "rows": [{"model": model.name, "dtype": options.dtype, **row(rounds, work["padding_fraction"])}],
         "rounds": rounds,
     }
 
 
 def row(rounds: Sequence[Mapping[str, Any]], padding: float) -> dict[str, float]:
-    """Medians over rounds, ratios among them. Units: `packed` and `padded` in trained tokens per second."""
+    """Build a row of medians over rounds, also of ratios. Units: `packed`, `padded`: trained tokens per second."""
     keys = ("packed", "padded", "packed_over_padded", "gemm_fraction", "padded_gemm_fraction")
-    return {**{key: statistics.median(each[key] for each in rounds) for key in keys}, "padding_fraction": padding}
+    return {**{key: statistics.median(result[key] for result in rounds) for key in keys}, "padding_fraction": padding}
 
 
 def measure(step: TrainStep) -> Measured:
-    """One step, and what else went on."""
+    """Run and measure one step, and the load of other processes meanwhile."""
     busy, cpu, started = busy_core_seconds(), time.process_time(), time.perf_counter()
     loss, grad_norm = step()
     seconds, own = time.perf_counter() - started, time.process_time() - cpu
@@ -105,10 +107,10 @@ def measure(step: TrainStep) -> Measured:
 
 
 def check_agreement(packed: Measured, padded: Measured, dtype: str = "float32") -> None:
-    """Raises: BenchmarkError unless losses and gradient norms are equal but for rounding."""
+    """Compare two steps. Raises: BenchmarkError unless losses and gradient norms are equal but for rounding."""
     for name in ("loss", "grad_norm"):
         one, other = getattr(packed, name), getattr(padded, name)
-        # Not `>`: what is not a number agrees with nothing.
+        # `not <=` instead of `>`, so that NaN counts as a difference.
         if not abs(one - other) <= _AGREEMENT[dtype] * abs(other):
             raise BenchmarkError(f"the packed step's {name} is {one:.6g}, the padded step's {other:.6g}: not the same")
 
@@ -121,15 +123,15 @@ def _round(
     dtype: str,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Both steps and the GEMM rate between them; round -1 is the warm-up."""
+    """Measure both steps and the GEMM rate between them; round -1 is the warm-up."""
     steps = {"packed": packed, "padded": padded}
     order = list(steps) if index % 2 else list(reversed(steps))
     measured = {order[0]: measure(steps[order[0]])}
     gemm_rate = measure_gemm_rate(getattr(torch, dtype))
     measured[order[1]] = measure(steps[order[1]])
     check_agreement(measured["packed"], measured["padded"], dtype)
-    rates = {name: work["loss_tokens"] / each.seconds for name, each in measured.items()}
-    fractions = {name: work["useful_flops"] / each.seconds / gemm_rate for name, each in measured.items()}
+    rates = {name: work["loss_tokens"] / step.seconds for name, step in measured.items()}
+    fractions = {name: work["useful_flops"] / step.seconds / gemm_rate for name, step in measured.items()}
     result = {
         "round": index,
         "first": order[0],
@@ -138,8 +140,8 @@ def _round(
         "gemm_fraction": fractions["packed"],
         "padded_gemm_fraction": fractions["padded"],
         "gemm_rate": gemm_rate,
-        "others_cores": max((each.others_cores for each in measured.values() if each.others_cores), default=None),
-        "steps": {name: asdict(each) for name, each in measured.items()},
+        "others_cores": max((step.others_cores for step in measured.values() if step.others_cores), default=None),
+        "steps": {name: asdict(step) for name, step in measured.items()},
     }
     report(
         f"{'warm-up' if index < 0 else f'round {index}'}: packed {rates['packed']:,.0f} and padded"
@@ -154,7 +156,7 @@ def _median_known(values: Sequence[float | None]) -> float | None:
 
 
 def train_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Trained tokens per second, and the fractions; one line per model and dtype."""
+    """Render trained tokens per second and the fractions, one line per model and dtype."""
     header = ("packed", "padded", "ratio", "of GEMM rate", "padded: of it", "padding")
     lines = [f"{'model':10}{'dtype':10}" + "".join(f"{title:>15}" for title in header)]
     for entry in rows:

@@ -1,6 +1,6 @@
-"""The two optimizer steps that are compared: midflight's trainer, and the same step as one writes it without packing.
+"""Two optimizer steps to compare: midflight's trainer, and the usual step without packing.
 
-Suffixes: B rows, L the longest of them, V vocabulary.
+Suffixes: B rows, L longest row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, Trajectory
 from midflight.weights.null_sender import NullSender
 
-# Small: what is measured does not depend on it, and the two models should stay comparable over many steps.
+# Small, so that the two models stay comparable over many steps; the speed does not depend on the rate.
 _LEARNING_RATE = 1e-6
 _OPTIMIZER = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
-_MAX_RATIO = 5.0  # what `reinforce` truncates ratios to, written out for the padded step
+_MAX_RATIO = 5.0  # truncation of ratios in `reinforce`, repeated for the padded step
 
 
 class TrainStep(Protocol):
-    """One way to do an optimizer step."""
+    """One implementation of an optimizer step."""
 
     def __call__(self) -> tuple[float, float]:
-        """Forward, loss, backward, clipping and AdamW; the loss, and the norm of the gradient before clipping."""
+        """Run forward, loss, backward, clipping and AdamW; return the loss and the gradient norm before clipping."""
         ...
 
 
 class PackedStep:
-    """What TrainLoop does with a batch, up to publishing the weights."""
+    """Optimizer step of TrainLoop, without publishing the weights."""
 
     def __init__(
         self, directory: Path, microbatches: Sequence[Microbatch], num_rollouts: int, dtype: torch.dtype
     ) -> None:
-        num_tokens = sum(int(each.loss_mask.sum()) for each in microbatches)
+        num_tokens = sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches)
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
@@ -68,19 +68,19 @@ class PackedStep:
 
 
 class PaddedStep:
-    """transformers as it comes: right-padded rows, an attention mask, logits of every position, one AdamW.
+    """Optimizer step of plain transformers: right-padded rows, attention mask, logits of every position, one AdamW.
 
-    Parameters are float32; bfloat16 is autocast's.
+    Parameters are float32; bfloat16 means autocast.
     """
 
     def __init__(
         self, directory: Path, trajectories: Sequence[Trajectory], max_tokens: int, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
-        lengths = [len(each.token_ids) for each in trajectories]
+        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         self.batches = list(natural_batches(lengths, max_tokens))
         self._rows = [_PaddedRows([trajectories[row] for row in rows]) for rows in self.batches]
-        self._num_tokens = sum(int(each.loss_mask.sum()) for each in trajectories)
+        self._num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, local_files_only=True, dtype=torch.float32
@@ -105,7 +105,7 @@ class PaddedStep:
         return total, float(norm)
 
     def _loss(self, rows: _PaddedRows) -> Tensor:
-        """Truncated importance-weighted REINFORCE, divided by the batch's tokens."""
+        """Compute truncated importance-weighted REINFORCE, divided by the batch's loss tokens."""
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             output = self._model(input_ids=rows.token_ids_BL, attention_mask=rows.present_BL, use_cache=False)
         logprobs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
@@ -117,14 +117,14 @@ class PaddedStep:
 
 
 class _PaddedRows:
-    """Trajectories as right-padded rows, all [B, L]."""
+    """Trajectories as right-padded rows. Shapes: all [B, L]."""
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        self.token_ids_BL = _pad([each.token_ids.astype(np.int64) for each in trajectories])
-        self.present_BL = _pad([np.ones(len(each.token_ids), np.int64) for each in trajectories])
-        self.loss_mask_BL = _pad([each.loss_mask for each in trajectories])
-        self.behavior_BL = _pad([each.behavior_logprobs for each in trajectories])
-        self.advantages_BL = _pad([each.advantages for each in trajectories])
+        self.token_ids_BL = _pad([trajectory.token_ids.astype(np.int64) for trajectory in trajectories])
+        self.present_BL = _pad([np.ones(len(trajectory.token_ids), np.int64) for trajectory in trajectories])
+        self.loss_mask_BL = _pad([trajectory.loss_mask for trajectory in trajectories])
+        self.behavior_BL = _pad([trajectory.behavior_logprobs for trajectory in trajectories])
+        self.advantages_BL = _pad([trajectory.advantages for trajectory in trajectories])
 
 
 def _pad(rows: Sequence[Any]) -> Tensor:

@@ -1,19 +1,21 @@
-"""How long TRL's GRPOTrainer takes on the chain-sum task: the outside yardstick of the demo.
+"""Time that TRL's GRPOTrainer takes on the chain-sum task: the external baseline of the demo.
 
-It needs an environment of its own, on the same machine:
+Run it in a separate environment, on the same machine:
 
     python3.11 -m venv /tmp/trl-env
     /tmp/trl-env/bin/pip install torch==2.13.0        # first, so that the CPU build is taken
     /tmp/trl-env/bin/pip install trl==1.16.0 transformers==5.23.0 datasets==5.2.0 accelerate==1.15.0
     PYTHONPATH=src /tmp/trl-env/bin/python benchmarks/trl_baseline.py --batch-size 32 --seeds 0 1 2 --json
 
-The same: checkpoint, problems, grading, group size 8, temperature 1, 160 new tokens, AdamW 2e-4 (0.9, 0.95, no decay),
-advantages (r - mean) / (std + 1e-4), loss summed over tokens / response tokens of the batch, clipping at 1, no KL.
-In TRL's favor: no logging, no saving, no gradient checkpointing, fp32 (bf16 gains nothing at this size), both cores.
+Same as the demo: checkpoint, problems, grading, group size 8, temperature 1, 160 new tokens, AdamW 2e-4 (0.9, 0.95, no
+decay), advantages (r - mean) / (std + 1e-4), loss summed over tokens / response tokens of the batch, clipping at 1, no
+KL. In TRL's favor: no logging, no saving, no activation checkpointing, fp32 (bf16 gains nothing at this size), both
+cores.
 
-The clock runs from the first training step and stands still during evaluations. Every `--eval-every` steps, 512
-held-out problems are answered once each at temperature 1; `seconds_to_0.85` is the clock at the first evaluation that
-reaches 0.85, so it is late by up to one interval. Sampling noise of one evaluation: 0.016 (one standard deviation).
+The clock starts at the first training step and stops during evaluations. Every `--eval-every` steps, an evaluation
+samples one answer to each of 512 held-out problems at temperature 1. `seconds_to_0.85` is the clock at the first
+evaluation that reaches 0.85, so it is late by up to one interval. Sampling noise of one evaluation: 0.016 (one standard
+deviation).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the Hugging Face imports: nothing here needs a network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the Hugging Face imports; no network is needed
 
 import torch
 from datasets import Dataset
@@ -65,18 +67,18 @@ class Options:
 
 @dataclass
 class Run:
-    """What one seed gave. Units: seconds of reinforcement learning, evaluations excluded."""
+    """Result of one seed. Units: seconds of reinforcement learning, evaluations excluded."""
 
     seed: int
     seconds_to: dict[str, float | None] = field(default_factory=lambda: {f"{target:.2f}": None for target in TARGETS})
     curve: list[dict[str, float]] = field(default_factory=list)
     seconds_per_step: float = 0.0
-    load_before: float = 0.0  # the machine's 1-minute load average
-    others_cores: float = 0.0  # cores that other processes kept busy meanwhile, on average; 0 is a fair measurement
+    load_before: float = 0.0  # 1-minute load average of the machine
+    others_cores: float = 0.0  # mean number of cores that other processes kept busy; 0 is a fair measurement
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """Evaluates between steps, off the clock, and stops training at the last target or when time is up."""
+    """Callback that evaluates between steps, off the clock, and stops at the last target or after `max_seconds`."""
 
     def __init__(self, run: Run, options: Options, tokenizer: Any) -> None:
         self._run, self._options, self._tokenizer = run, options, tokenizer
@@ -102,7 +104,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 
     def _evaluate(self, step: int, model: Any) -> None:
         was_training = model.training
-        # The random state is given back, so that the cadence of evaluations does not change what is learned.
+        # The random state is restored, so that the interval of evaluations does not change training.
         with torch.random.fork_rng():
             accuracy = held_out_accuracy(model, self._tokenizer, self._problems)
         model.train(was_training)
@@ -116,10 +118,12 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 
 @torch.inference_mode()
 def held_out_accuracy(model: Any, tokenizer: Any, problems: list[Problem], rows: int = 128) -> float:
-    """Share of problems answered right, one sample each at temperature 1."""
+    """Share of correct answers, one sample per problem at temperature 1."""
     model.eval()
     environment = ChainSums()
-    problems = sorted(problems, key=lambda problem: len(problem.prompt))  # a chunk ends with its longest response
+    problems = sorted(
+        problems, key=lambda problem: len(problem.prompt)
+    )  # a chunk lasts as long as its longest response
     right = 0.0
     for start in range(0, len(problems), rows):
         chunk = problems[start : start + rows]
@@ -141,13 +145,13 @@ def held_out_accuracy(model: Any, tokenizer: Any, problems: list[Problem], rows:
 
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """The environment's grade of every completion."""
+    """Grade every completion with the environment."""
     rows = zip(prompts, answer, completions, strict=True)
     return [ChainSums().grade(Problem("", prompt, right), response).reward for prompt, right, response in rows]
 
 
 def train(seed: int, options: Options) -> Run:
-    """One run of GRPOTrainer."""
+    """Run GRPOTrainer once."""
     set_seed(seed)
     environment = ChainSums(seed=seed)
     problems = [environment.problem(index) for index in range(options.max_steps * options.batch_size // GROUP_SIZE)]
@@ -164,14 +168,14 @@ def train(seed: int, options: Options) -> Run:
             args=make_config(seed, options, directory),
             callbacks=[Stopwatch(run, options, tokenizer)],
         )
-        trainer.remove_callback(PrinterCallback)  # it would write between the lines of --json
+        trainer.remove_callback(PrinterCallback)  # it would print between the lines of --json
         trainer.train()
     run.others_cores = round((others_cpu_seconds() - others_busy) / (time.perf_counter() - start), 3)
     return run
 
 
 def make_config(seed: int, options: Options, directory: str) -> GRPOConfig:
-    """The task's settings, and everything that costs time and teaches nothing turned off."""
+    """Build the task's settings, without logging, saving and other costs that do not affect learning."""
     return GRPOConfig(
         output_dir=directory,
         seed=seed,
@@ -193,7 +197,7 @@ def make_config(seed: int, options: Options, directory: str) -> GRPOConfig:
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        shuffle_dataset=False,  # problems in the order in which every other run meets them
+        shuffle_dataset=False,  # same order of problems as in all other runs
         cache_implementation=options.cache_implementation,
         use_transformers_continuous_batching=options.continuous_batching,
         use_cpu=True,
@@ -209,7 +213,7 @@ def make_config(seed: int, options: Options, directory: str) -> GRPOConfig:
 
 
 def report(options: Options, runs: list[Run]) -> dict[str, Any]:
-    """Settings, machine, every run, and the median over seeds of the seconds to each target."""
+    """Collect settings, machine, all runs, and the median over seeds of the seconds to each target."""
     medians: dict[str, float | None] = {}
     for target in runs[0].seconds_to:
         reached = [seconds for run in runs if (seconds := run.seconds_to[target]) is not None]
@@ -226,14 +230,14 @@ def report(options: Options, runs: list[Run]) -> dict[str, Any]:
 
 
 def others_cpu_seconds() -> float:
-    """CPU time of the whole machine since it started, less this process's own."""
+    """CPU time of the whole machine since its start, minus this process's CPU time (seconds)."""
     user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     machine = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return machine - time.process_time()
 
 
 def cpu_model() -> str:
-    """As the kernel names it, with family and model: virtual machines often hide the marketing name."""
+    """Name of the CPU, with family and model: virtual machines often hide the marketing name."""
     lines = dict(
         line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if ":" in line
     )
@@ -247,12 +251,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="rollouts per optimizer step")
     parser.add_argument("--steps-per-generation", type=int, default=1, help="optimizer steps per generation phase")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-seconds", type=float, default=180.0, help="of reinforcement learning, per seed")
+    parser.add_argument(
+        "--max-seconds", type=float, default=180.0, help="limit on reinforcement learning per seed (seconds)"
+    )
     parser.add_argument("--max-steps", type=int, default=600)
     parser.add_argument("--eval-every", type=int, default=5, help="optimizer steps between evaluations")
     parser.add_argument("--eval-problems", type=int, default=512)
-    parser.add_argument("--cache-implementation", help="of transformers' generate; default: its dynamic cache")
-    parser.add_argument("--continuous-batching", action="store_true", help="transformers' own, instead of generate")
+    parser.add_argument("--cache-implementation", help="cache of transformers' generate; default: dynamic cache")
+    parser.add_argument(
+        "--continuous-batching", action="store_true", help="use transformers' continuous batching instead of generate"
+    )
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     arguments = vars(parser.parse_args())

@@ -1,7 +1,7 @@
-"""What a weight update costs the sequences in flight: many updates under load, each between two tokens.
+"""Cost of a weight update for the sequences in flight: many updates under load, each between two tokens.
 
-The load is kept at `sequences`: finished sequences are replaced, but not while an update is pending, so that no
-prefill is mistaken for a pause.
+The load stays at `sequences`: finished sequences are replaced, but not while an update is pending, so that no prefill
+counts as a pause.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from midflight.report.machine import describe_machine, num_cores
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
 
 PROMPT_TOKENS = 32
-_PLAIN_STEPS_BETWEEN = 2  # the first may prefill; the second is an ordinary decode step
+_PLAIN_STEPS_BETWEEN = 2  # the first step may prefill, the second only decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One `update_weights` call and the steps until it was swapped in. Units: seconds."""
+    """One `update_weights` call, and the steps until the engine used the new weights. Units: seconds."""
 
     call_s: float
     pending_steps_s: tuple[float, ...]
 
     def delays(self, plain_step_s: float) -> list[float]:
-        """How much longer the gap before each next token was than without an update; never negative."""
+        """Extra time before each next token, compared with a step without an update; never negative (seconds)."""
         if not self.pending_steps_s:
             return [self.call_s]
         first, *rest = self.pending_steps_s
@@ -46,7 +46,7 @@ class Update:
 
 @dataclass
 class Load:
-    """`sequences` requests in flight, replaced as they finish; remembers what came of them."""
+    """Load of `sequences` requests in flight, replaced as they finish, with counts of their results."""
 
     generator: Generator
     vocab_size: int
@@ -58,17 +58,17 @@ class Load:
 
     def __post_init__(self) -> None:
         self._requests = self._new_requests()
-        # Staggered, as in a run: at first every sequence is as long as its place in the line says.
+        # Staggered lengths at the start, so that sequences end at different times, as in a run.
         self.generator.add([next(self._requests) for _ in range(self.sequences)])
 
     def replace_finished(self) -> bool:
-        """Whether there was anything to replace."""
+        """Replace finished sequences; return True if there were any."""
         missing = self.sequences - self.generator.num_in_flight
         self.generator.add(list(itertools.islice(self._requests, missing)))
         return missing > 0
 
     def step(self) -> float:
-        """One token for every sequence; the seconds it took."""
+        """Sample one token for every sequence; return the duration (seconds)."""
         started = time.perf_counter()
         completions = self.generator.step()
         elapsed = time.perf_counter() - started
@@ -98,7 +98,7 @@ class Load:
 def bench_updates(
     model: BenchModel, dtype: str, *, num_updates: int, sequences: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Pauses of `num_updates` updates: the longest single delay of each, and all its delays together; milliseconds."""
+    """Measure `num_updates` updates: the longest single delay of each, and the sum of its delays (milliseconds)."""
     machine = describe_machine()
     torch.set_num_threads(num_cores())
     engine = build_embedded_engine(
@@ -128,9 +128,9 @@ def bench_updates(
 
 
 def run_updates(load: Load, weights: Mapping[str, Tensor], num_updates: int) -> tuple[list[Update], list[float]]:
-    """The updates, and the seconds of the decode steps between them that neither updated nor prefilled."""
+    """Run the updates; return them, and the durations of decode steps without update or prefill (seconds)."""
     generator = load.generator
-    # Two sets in turn, so that every update brings numbers the engine does not have.
+    # Two sets of weights in turn, so that every update changes the engine's weights.
     sets = [weights, {name: tensor * 1.001 for name, tensor in weights.items()}]
     updates, plain_steps_s = [], []
     for version in range(1, num_updates + 1):
@@ -150,7 +150,7 @@ def run_updates(load: Load, weights: Mapping[str, Tensor], num_updates: int) -> 
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum."""
+    """Median, 99th percentile and maximum, in milliseconds."""
     return {
         "median": statistics.median(seconds) * 1e3,
         "p99": float(np.percentile(seconds, 99)) * 1e3,

@@ -1,7 +1,7 @@
-"""vLLM, as decode_worker.py but run by the Python of vLLM's own environment: it imports nothing of midflight.
+"""Worker process of vLLM, like decode_worker.py, but for the Python of vLLM's environment: it imports no midflight.
 
-The engine core runs in this process. With two cores, one in a process of its own was slower, and went on using a third
-of a core while idle.
+The engine core runs in this process. With two cores, a separate process was slower, and used a third of a core while
+idle.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 
 def start(options: dict[str, Any]) -> Any:
-    """Environment variables first: vLLM reads them when it is imported."""
+    """Start vLLM's engine. Environment variables are set first, as vLLM reads them on import."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="4",
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, sorted(os.sched_getaffinity(0))[: options["num_threads"]])),
-        VLLM_CPU_NUM_OF_RESERVED_CPU="0",  # by default it leaves one core to a server
+        VLLM_CPU_NUM_OF_RESERVED_CPU="0",  # by default, vLLM leaves one core to a server
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
@@ -43,7 +43,7 @@ def start(options: dict[str, Any]) -> Any:
 
 
 def measure(engine: Any, prompts: list[list[int]], new_tokens: int, seed: int) -> dict[str, float]:
-    """Tokens and seconds from when every sequence has its first token until the first one has its last."""
+    """Measure tokens and seconds from every sequence's first token to the first sequence's last token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,7 +1,7 @@
-"""How long weights take from the trainer to an engine in another process, by each transport.
+"""Duration of a transfer of weights from the trainer to an engine in another process, for each transport.
 
-Every transport moves the same tensors. Beside it, in the same run: a copy of as many bytes in memory, and for the
-process group a bare broadcast of one flat tensor. Rows are medians over rounds.
+Every transport moves the same tensors. The same run also measures a memory copy of the same size and, for the process
+group, a bare broadcast of one flat tensor. Rows are medians over rounds.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySe
 from midflight.weights.specs import specs_of, torch_dtype
 
 _TIMEOUT_S = 120.0
-_BROADCAST = "broadcast"  # what the other process is told to take part in
+_BROADCAST = "broadcast"  # message that asks the other process to join a bare broadcast
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The shapes of a Llama with tied embeddings."""
+    """Shapes of a Llama with tied embeddings."""
 
     hidden: int
     ffn: int
@@ -65,7 +65,7 @@ class ModelSize:
         return [TensorSpec(name, shape, dtype) for name, shape in shapes.items()]
 
 
-# A toy, SmolLM2-135M and Llama-3.2-1B.
+# A toy model, SmolLM2-135M and Llama-3.2-1B.
 SIZES = {
     "1M": ModelSize(hidden=128, ffn=512, layers=4, key_value=64, vocabulary=128),
     "135M": ModelSize(hidden=576, ffn=1536, layers=30, key_value=192, vocabulary=49152),
@@ -74,11 +74,12 @@ SIZES = {
 
 
 def bench_weights(sizes: tuple[str, ...], dtype: str, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
-    """A row per size and transport. Units: seconds; `*_gb_per_s`: 10^9 bytes per second.
+    """Measure all transports; return a row per size and transport.
 
-    `of_memcpy` is the rate of publishing against that of a copy; `over_broadcast` the seconds of publishing against
-    those of a bare broadcast, the median over turns.
-    Raises: RecipeError if there is no such size; WorkerError if the receiving process fails.
+    `of_memcpy` is the rate of publishing over the rate of a memory copy. `over_broadcast` is the time of publishing
+    over the time of a bare broadcast, the median over rounds.
+    Units: seconds; `*_gb_per_s`: 10^9 bytes per second.
+    Raises: RecipeError if a size does not exist; WorkerError if the receiving process fails.
     """
     unknown = [size for size in sizes if size not in SIZES]
     if unknown:
@@ -132,7 +133,7 @@ def _through_directory(
 ) -> dict[str, Any]:
     sender.announce(specs_of(weights))
     publish_s, receive_s = [], []
-    for version in range(rounds + 1):  # the first one finds no pages
+    for version in range(rounds + 1):  # the first version has to allocate memory pages
         started = time.perf_counter()
         sender.send(version, weights.items())
         publish_s.append(time.perf_counter() - started)
@@ -150,9 +151,9 @@ def _files(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: C
 
 
 def _process_group(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: Connection) -> dict[str, Any]:
-    """Its seconds are until the receiver has everything; so are those of the bare broadcast. They take turns.
+    """Measure the process group and, in turns with it, a bare broadcast, each until the receiver has everything.
 
-    `handshake_s`: publishing a single number, all the rest of which is announcing and answering.
+    `handshake_s`: time of publishing a single number, which is the cost of announcement and answer.
     """
     sender = ProcessGroupSender("127.0.0.1", timeout_s=_TIMEOUT_S)
     sender.connect(lambda invitation: _ask(receiver, invitation))
@@ -170,28 +171,28 @@ def _process_group(weights: dict[str, Tensor], rounds: int, directory: Path, rec
         return seconds
 
     tiny = {"number": torch.zeros(())}
-    turns = [(publish(weights), broadcast(), publish(tiny)) for _ in range(rounds + 1)][1:]
+    times = [(publish(weights), broadcast(), publish(tiny)) for _ in range(rounds + 1)][1:]
     sender.close()
     dist.destroy_process_group()
-    publish_s, broadcast_s, handshake_s = map(statistics.median, zip(*turns, strict=True))
+    publish_s, broadcast_s, handshake_s = map(statistics.median, zip(*times, strict=True))
     return {
         "publish_s": publish_s,
         "receive_s": None,
         "handshake_s": handshake_s,
         "broadcast_s": broadcast_s,
-        "over_broadcast": statistics.median(published / bare for published, bare, _ in turns),
+        "over_broadcast": statistics.median(published / bare for published, bare, _ in times),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class BareGroup:
-    """torch's default process group, of two, for broadcasts of one flat tensor."""
+    """Default process group of torch with world size 2, for broadcasts of one flat tensor."""
 
     port: int
     num_bytes: int
 
     def join(self, rank: int) -> Callable[[], float]:
-        """What makes a broadcast, and returns its seconds until both have everything."""
+        """Join the group; return a function that broadcasts and returns the seconds until both ranks are done."""
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{self.port}", rank=rank, world_size=2)
         flat = torch.ones(self.num_bytes, dtype=torch.uint8)
 
@@ -223,7 +224,7 @@ _TRANSPORTS: dict[str, Callable[[dict[str, Tensor], int, Path, Connection], dict
 
 
 def _receiving(transport: str, directory: Path, sender: Connection) -> None:
-    """The other process: receives what it is told to, and says how long that took."""
+    """Run the receiving process: receive as told, and answer with the duration (seconds)."""
     torch.set_num_threads(num_cores())
     path = directory / "weights"
     bare: Callable[[], float] | None = None
@@ -252,7 +253,7 @@ def _ask(receiver: Connection, message: object) -> float:
 
 def _answer(receiver: Connection) -> float:
     if not receiver.poll(_TIMEOUT_S):
-        raise WorkerError("the receiving process does not answer")
+        raise WorkerError(f"the receiving process did not answer within {_TIMEOUT_S:g} s")
     try:
         return float(receiver.recv())
     except EOFError as error:
@@ -271,7 +272,7 @@ def _median_seconds(call: Callable[[], object], rounds: int) -> float:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
-    """In memory where the system has such a directory, as in a run."""
+    """Make a temporary directory, in shared memory if the system has it, as in a run."""
     shared_memory = Path("/dev/shm")
     directory = Path(tempfile.mkdtemp(prefix="midflight-bench-", dir=shared_memory if shared_memory.is_dir() else None))
     try:
@@ -281,7 +282,7 @@ def _directory() -> Iterator[Path]:
 
 
 def weights_table(rows: list[dict[str, Any]]) -> str:
-    """One line per size and transport."""
+    """Render one line per size and transport."""
     lines = [f"{'size':6}{'transport':16}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}{'of a broadcast':>16}"]
     for row in rows:
         broadcast = f"{row['over_broadcast']:.2f}x" if "over_broadcast" in row else "-"

@@ -1,4 +1,4 @@
-"""Processes that measure when asked and sleep otherwise: JSON lines over stdin and stdout."""
+"""Worker processes that measure on request and sleep otherwise: JSON lines over stdin and stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXIT_SECONDS = 10.0
 
 
 class Worker:
-    """One process and its descendants. Use `close`, or a context manager that calls it."""
+    """Worker process and its descendants. End it with `close`, or with a context manager that calls `close`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() closes it
@@ -35,13 +35,13 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Process id."""
         return self._process.pid
 
     def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to one question; after an error the worker is of no more use.
+        """Send one request and return its answer; after an error, the worker cannot be used any more.
 
-        Raises: TimeoutError, WorkerError with the last line the process wrote if it died.
+        Raises: TimeoutError; WorkerError with the last line of the process's output if it died.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -63,7 +63,7 @@ class Worker:
         return parsed
 
     def close(self) -> None:
-        """End the process: by closing its stdin, and by force if it has not gone after 10 s."""
+        """End the process by closing its stdin; kill it if it is still alive after 10 s."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -75,7 +75,7 @@ class Worker:
         self._log.close()
 
     def kill(self) -> None:
-        """End the process and its descendants at once; a process that has already gone is fine."""
+        """Kill the process and its descendants at once; do nothing if it has already ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -87,12 +87,12 @@ def test_every_schedule_can_be_simulated(
     ("arguments", "message"),
     [
         (["decode.type=table", "decode.sizes=[]", "decode.rates=[]"], "decode.sizes: the table is empty"),
-        (["decode.type=table", "decode.sizes=[64,128]", "decode.rates=[2,1]"], "decode.rates: should not go down"),
+        (["decode.type=table", "decode.sizes=[64,128]", "decode.rates=[2,1]"], "decode.rates: should not decrease"),
         (
             ["decode.type=table", "decode.sizes=[64]", "decode.rates=[0.1]"],
             "schedule.num_in_flight = 192 is beyond decode.sizes, which end at 64",
         ),
-        (["cluster.num_engines=200"], "cluster.num_engines = 200: of 128 GPUs and 1 per engine, 1 to 127 would work"),
+        (["cluster.num_engines=200"], "cluster.num_engines = 200: with 128 GPUs and 1 per engine, use 1 to 127"),
         (["schedule.queue_capacity=100"], "schedule.queue_capacity = 100 is less than batch.batch_size = 128"),
         (["schedule.max_lag=-1"], "schedule.max_lag: should be greater than or equal to 0, got -1"),
         (["batch.group_size=5"], "batch: batch_size = 128 is not a multiple of group_size = 5"),

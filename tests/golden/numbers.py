@@ -1,4 +1,8 @@
-"""The numbers that formulas and simulator must reproduce, and the workloads they are about."""
+"""Golden numbers that formulas and simulator must reproduce, and their workload.
+
+The case study (A1) is partly circular: the decoding rates U(h) were fitted to figures that the paper prints, A1's among
+them. The test of A1 shows that the formulas are applied as in the paper, not that U(h) is true of an H100.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +24,5 @@ def paper_workload(
     step_cost: StepCost = PAPER_STEP_COST,
     train_time_per_token: float = PAPER_TRAIN_TIME_PER_TOKEN,
 ) -> Workload:
-    """The case study: 128 GPUs, batches of 128, lengths uniform up to 8192."""
+    """Build the case study: 128 GPUs, batches of 128, lengths uniform up to 8192."""
     return Workload(num_gpus, batch_size, lengths or uniform(8192), step_cost, train_time_per_token)

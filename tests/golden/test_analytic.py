@@ -1,4 +1,7 @@
-"""The formulas against the case study of the PipelineRL paper, and against what follows from it."""
+"""Formulas against the case study of the PipelineRL paper and its consequences.
+
+The case study is partly circular: U(h) was fitted to the figures that the paper prints.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from midflight.sim.planner.search import best_one_step_off, pareto_front, search
 from midflight.sim.workload import Workload
 
 
-def front_of(workload: Workload) -> ParetoFront:
-    """By the paper's max lag."""
+def paper_front(workload: Workload) -> ParetoFront:
+    """Compute the front by the paper's max lag."""
     return pareto_front(workload, replace(search_space(workload, Queue(workload.batch_size)), lag="paper"))
 
 
@@ -32,8 +35,8 @@ def speed_up(front: ParetoFront, workload: Workload, max_lag: int) -> float:
 
 
 def best_speed_up(workload: Workload) -> tuple[float, int]:
-    """And at which max lag."""
-    front = front_of(workload)
+    """Return the largest speed-up over conventional RL, and its max lag."""
+    front = paper_front(workload)
     index = largest_gain(front, workload)
     assert index is not None
     lag = int(front.lags[index])
@@ -48,7 +51,8 @@ def scaled(factor: float, **by_size: float) -> RateTable:
     return replace(PAPER_STEP_COST, rates=tuple(rates))
 
 
-def test_the_case_study() -> None:
+def test_case_study() -> None:
+    """Partly circular: U(h) was fitted to these figures."""
     expected = EXPECTED["A1_case_study"]
     workload = paper_workload()
     split, turns = pipeline(workload, expected["H"], expected["I"]), conventional(workload, expected["conv_G"])
@@ -75,10 +79,10 @@ def test_the_case_study() -> None:
         ("A4_curve_N8_B128_uniform", 8, 128),
     ],
 )
-def test_the_curve_of_rate_against_lag(key: str, num_gpus: int, batch_size: int) -> None:
+def test_curve_of_rate_against_lag(key: str, num_gpus: int, batch_size: int) -> None:
     expected = EXPECTED[key]
     workload = paper_workload(num_gpus, batch_size)
-    front = front_of(workload)
+    front = paper_front(workload)
     for point in expected["points"]:
         lag = point["g"]
         assert front.up_to(lag).rates[-1] == pytest.approx(point["r_pipe"], rel=5e-3), lag
@@ -91,13 +95,13 @@ def test_the_curve_of_rate_against_lag(key: str, num_gpus: int, batch_size: int)
     assert crossover(workload, workload) == pytest.approx(expected["crossover_formula"], rel=1e-3)
 
 
-def test_the_best_split_of_the_case_study() -> None:
+def test_best_split_of_the_case_study() -> None:
     workload = paper_workload()
-    front = front_of(workload).up_to(132)
+    front = paper_front(workload).up_to(132)
     assert (front.lags[-1], front.num_in_flight[-1], front.num_engines[-1]) == (132, 192, 44)
 
 
-def test_the_papers_own_run() -> None:
+def test_paper_run() -> None:
     expected = EXPECTED["A5_paper_run"]
     workload = paper_workload(batch_size=1024, lengths=lognormal(300, 0.9, 8192))
     split, turns = pipeline(workload, expected["H"], expected["I"]), conventional(workload, expected["conv_G"])
@@ -109,7 +113,7 @@ def test_the_papers_own_run() -> None:
     assert split.rate / turns.rate == pytest.approx(expected["speedup"], rel=0.01)
 
 
-def test_both_methods_have_the_same_limit_and_never_exceed_it() -> None:
+def test_both_methods_share_a_limit() -> None:
     limit = EXPECTED["A6_asymptote"]["value"]
     workload = paper_workload()
     many_in_flight = [pipeline(workload, 64 * 300, num_engines).rate for num_engines in range(1, 128)]
@@ -135,7 +139,7 @@ def test_one_step_off() -> None:
 
 
 @pytest.mark.parametrize("num_sequences", [512, 256, 128, 64, 16, 1])
-def test_a_draining_batch(num_sequences: int) -> None:
+def test_draining_batch(num_sequences: int) -> None:
     expected = EXPECTED["A8_fig2b_2c_uniform"][str(num_sequences)]
     lengths = uniform(8192)
     batch, single = drain(lengths, PAPER_STEP_COST, num_sequences), drain(lengths, PAPER_STEP_COST, 1)
@@ -144,7 +148,7 @@ def test_a_draining_batch(num_sequences: int) -> None:
     assert share_until_half(batch) == pytest.approx(expected["frac_time_to_half"], rel=0.01)
 
 
-def test_a_long_tail_drains_slowly() -> None:
+def test_long_tail_drains_slowly() -> None:
     batch = drain(lognormal(2000, 1.0, 16384), PAPER_STEP_COST, 256)
     assert share_until_half(batch) == pytest.approx(0.14, abs=0.005)
     assert share_below(batch, 64) == pytest.approx(0.74, abs=0.005)
@@ -154,7 +158,7 @@ def test_a_long_tail_drains_slowly() -> None:
     ("key", "num_gpus", "num_engines"),
     [("D1_N128_H192_I40", 128, 40), ("D2_N128_H192_I44", 128, 44), ("D5a_N64_H192_I20", 64, 20)],
 )
-def test_generation_is_the_slower_one(key: str, num_gpus: int, num_engines: int) -> None:
+def test_pipeline_limited_by_generation(key: str, num_gpus: int, num_engines: int) -> None:
     expected = EXPECTED[key]["analytic"]
     split = pipeline(paper_workload(num_gpus, lengths=uniform(1024)), 192, num_engines)
     assert split.rate == pytest.approx(expected["r"], rel=1e-3)
@@ -163,7 +167,7 @@ def test_generation_is_the_slower_one(key: str, num_gpus: int, num_engines: int)
     assert split.mean_lag == pytest.approx(expected["mean_lag"], rel=1e-3)
 
 
-def test_a_queue_that_blocks() -> None:
+def test_blocking_queue() -> None:
     expected, simulated = EXPECTED["D3_block_I50_q128"]["analytic"], EXPECTED["D3_block_I50_q128"]["sim"]
     split = pipeline(paper_workload(lengths=uniform(1024)), 192, 50, Queue(128))
     assert split.trainer_share == 1
@@ -175,7 +179,7 @@ def test_a_queue_that_blocks() -> None:
     assert 0.8 <= split.lag_bound - simulated["max_lag_p50"]["mean"] <= 3.5
 
 
-def test_a_ring_that_drops_the_oldest() -> None:
+def test_queue_that_drops_the_oldest() -> None:
     simulated = EXPECTED["D4_drop_I50_q256"]["sim"]
     split = pipeline(paper_workload(lengths=uniform(1024)), 192, 50, Queue(256, "drop_oldest"))
     assert split.rate == pytest.approx(simulated["r"]["mean"], rel=1e-3)
@@ -184,13 +188,13 @@ def test_a_ring_that_drops_the_oldest() -> None:
     assert split.dropped_share == pytest.approx(simulated["dropped_frac"]["mean"], abs=0.015)
 
 
-def test_lag_grows_without_limit_if_nothing_limits_how_many_wait() -> None:
+def test_lag_is_infinite_without_queue_capacity() -> None:
     split = pipeline(paper_workload(lengths=uniform(1024)), 192, 50)
     assert split.max_lag == split.mean_lag == math.inf
     assert split.rate == split.training_rate < split.generation_rate
 
 
-def test_turns_with_shorter_responses() -> None:
+def test_conventional_with_shorter_responses() -> None:
     expected, simulated = EXPECTED["D6_conv_G133"]["analytic"], EXPECTED["D6_conv_G133"]["sim"]
     turns = conventional(paper_workload(lengths=uniform(1024)), expected["G"])
     assert turns.generation_rate == pytest.approx(expected["gen"], rel=1e-3)
@@ -201,7 +205,7 @@ def test_turns_with_shorter_responses() -> None:
     assert (turns.max_lag, turns.mean_lag) == (expected["g_max"], expected["mean_lag"])
 
 
-# What the best speed-up at equal max lag is if one thing about the case study were otherwise, and at max lag 132.
+# Best speed-up at equal max lag, its lag, and the speed-up at max lag 132, with one change to the case study.
 @pytest.mark.parametrize(
     ("changes", "gain", "lag", "gain_at_132"),
     [
@@ -224,18 +228,16 @@ def test_turns_with_shorter_responses() -> None:
         ({"lengths": lognormal(3000, 0.9, 16384)}, 1.59, 255, 1.37),
     ],
 )
-def test_how_much_the_speed_up_depends_on(
-    changes: dict[str, Any], gain: float, lag: int, gain_at_132: float | None
-) -> None:
+def test_sensitivity_of_the_speed_up(changes: dict[str, Any], gain: float, lag: int, gain_at_132: float | None) -> None:
     workload = replace(paper_workload(), **changes)
     best, at = best_speed_up(workload)
     assert best == pytest.approx(gain, abs=0.01)
     assert abs(at - lag) <= 2
     if gain_at_132 is not None:
-        assert speed_up(front_of(workload), workload, 132) == pytest.approx(gain_at_132, abs=0.01)
+        assert speed_up(paper_front(workload), workload, 132) == pytest.approx(gain_at_132, abs=0.01)
 
 
-def test_two_thirds_of_the_mean_lag_at_the_same_max_lag() -> None:
+def test_mean_lag_is_two_thirds_at_equal_max_lag() -> None:
     workload = paper_workload()
     split, turns = pipeline(workload, 192, 44), conventional(workload, 133)
     assert split.mean_lag == pytest.approx(2 / 3 * turns.mean_lag, rel=0.03)
@@ -243,16 +245,16 @@ def test_two_thirds_of_the_mean_lag_at_the_same_max_lag() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.1, 3.0])
-def test_only_the_product_of_both_speeds_matters(factor: float) -> None:
+def test_lag_depends_on_the_product_of_speeds(factor: float) -> None:
     workload = paper_workload()
     other = replace(workload, step_cost=scaled(factor), train_time_per_token=workload.train_time_per_token / factor)
-    front, other_front = front_of(workload), front_of(other)
+    front, other_front = paper_front(workload), paper_front(other)
     assert np.array_equal(front.lags, other_front.lags)
     assert other_front.rates == pytest.approx(front.rates * factor, rel=1e-9)
     assert conventional(other, 30).rate == pytest.approx(conventional(workload, 30).rate * factor, rel=1e-9)
 
 
-def test_lag_in_samples_is_the_same_whatever_the_batch() -> None:
+def test_lag_in_samples_is_independent_of_batch_size() -> None:
     in_samples = [
         pipeline(paper_workload(batch_size=batch_size), 192, 44).in_flight_steps * batch_size
         for batch_size in (16, 128, 2048)
@@ -260,7 +262,7 @@ def test_lag_in_samples_is_the_same_whatever_the_batch() -> None:
     assert in_samples == pytest.approx([in_samples[0]] * 3, rel=1e-12)
 
 
-def test_equal_lengths_give_the_same_speed_up_at_half_the_lag() -> None:
+def test_equal_lengths_halve_the_lag_of_the_best_speed_up() -> None:
     gain, lag = best_speed_up(paper_workload(lengths=constant(8192)))
     assert gain == pytest.approx(best_speed_up(paper_workload())[0], abs=0.01)
     assert lag == 66

@@ -1,6 +1,6 @@
-"""What APRIL gains, which the slope of a decode step's cost decides, and how much of what it trains on is old.
+"""APRIL: its gain, which depends on the slope of the decode step's cost, and the age of its trained tokens.
 
-Batches of 32 groups of 8; lengths spread between groups and, less, within them, as measured for math problems.
+Batches have 32 groups of 8. Lengths vary between groups and less within groups, as measured for math problems.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def over_sampled(over_sampling: float, cost: AffineCost) -> list[SimulationResul
 
 
 def gain(over_sampling: float, cost: AffineCost) -> float:
-    """Generated tokens per time, over those of waiting for all."""
+    """Rate of generated tokens, relative to waiting for all rollouts."""
     own, waiting = over_sampled(over_sampling, cost), over_sampled(1.0, cost)
     return float(np.mean([run.generated_rate for run in own]) / np.mean([run.generated_rate for run in waiting]))
 
 
-def test_lengths_are_as_measured() -> None:
+def test_lengths_match_the_measurement() -> None:
     lengths = LENGTHS.draw(np.random.default_rng(0), 0, 20_000, GROUP_SIZE)
     expected = EXPECTED["P0_lengths"]
     assert lengths.mean() == pytest.approx(expected["mean"], rel=0.02)
@@ -75,7 +75,7 @@ def test_gain_over_waiting_for_all(name: str, cost: AffineCost) -> None:
 
 
 def eight_gpus(num_parameters: float) -> AffineCost:
-    """Four engines of two GPUs as one, seconds: a 16-bit model at half of 2 x 2.65 TB/s, 147 kB of keys and values."""
+    """Cost of four engines of two GPUs as one (seconds): 16-bit, half of 2 x 2.65 TB/s, 147 kB of KV per token."""
     bandwidth, num_engines = 0.5 * 5.3e12, 4
     arithmetic = 2 * num_parameters / (2 * 0.5 * 989e12)
     return AffineCost(1e-3 + 2 * num_parameters / bandwidth, arithmetic / num_engines, 147e3 / bandwidth / num_engines)
@@ -83,17 +83,17 @@ def eight_gpus(num_parameters: float) -> AffineCost:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_parameters"), [("P4_phys_4B", 4.02e9), ("P5_phys_8B", 8.19e9)])
-def test_keys_and_values_decide_the_gain(name: str, num_parameters: float) -> None:
-    """Far less than by the weights alone (`P1_flat_t`), more for the larger model."""
+def test_kv_reads_limit_the_gain(name: str, num_parameters: float) -> None:
+    """The gain is far below a flat step cost's (`P1_flat_t`), and larger for the larger model."""
     assert gain(2.0, eight_gpus(num_parameters)) == pytest.approx(EXPECTED[name]["gain"]["mean"], rel=0.04)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over_sampling", [1.25, 1.5, 2.0, 3.0])
-def test_more_over_sampling_is_faster_and_older(over_sampling: float) -> None:
-    whole = over_sampling == 2.0
+def test_over_sampling_raises_speed_and_age(over_sampling: float) -> None:
+    is_reference = over_sampling == 2.0
     expected: dict[str, Any] = (
-        EXPECTED["P2_affine_64"] if whole else EXPECTED["P6_F_sweep_affine64"][f"{over_sampling:g}"]
+        EXPECTED["P2_affine_64"] if is_reference else EXPECTED["P6_F_sweep_affine64"][f"{over_sampling:g}"]
     )
     runs = over_sampled(over_sampling, PER_64)
     assert gain(over_sampling, PER_64) == pytest.approx(expected["gain"]["mean"], rel=0.04)
@@ -110,7 +110,7 @@ def test_more_over_sampling_is_faster_and_older(over_sampling: float) -> None:
 
 
 @pytest.mark.slow
-def test_without_over_sampling_it_waits_for_all() -> None:
+def test_no_over_sampling_waits_for_all() -> None:
     for run in over_sampled(1.0, PER_64):
         assert run.num_versions.max() == 1
         assert run.carried_in_fraction == 0

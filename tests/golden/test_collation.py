@@ -1,4 +1,4 @@
-"""Greedy collation against packing in order: the bins exactly, and what it saves on a batch of Magistral's size."""
+"""Greedy collation against packing in order: exact bins, and the savings on a batch of Magistral's size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_DRAWS = 12
 
 
 def lengths_in(packing: Packing, lengths: Sequence[int]) -> list[list[int]]:
-    """Of each microbatch, in no order."""
+    """Sorted lengths of each microbatch, sorted."""
     return sorted(sorted(lengths[index] for index in members) for members in packing.bins)
 
 
@@ -47,7 +47,7 @@ def draw_gains(lengths: LengthDistribution, max_tokens: int) -> list[CollationGa
         ("C3_uniform_C8192", uniform(8192), 8192),
     ],
 )
-def test_a_batch_of_512(key: str, lengths: LengthDistribution, max_tokens: int) -> None:
+def test_batch_of_512(key: str, lengths: LengthDistribution, max_tokens: int) -> None:
     expected = EXPECTED[key]
     gains = draw_gains(lengths, max_tokens)
     for gain in gains:

@@ -1,4 +1,4 @@
-"""Runs that were worked out tick by tick: a decode step and a tick are one unit of time."""
+"""Runs worked out by hand, tick by tick; a tick is one decode step and one unit of time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from midflight.sim.simulator.result import Snapshot, TrainedBatch
 from midflight.sim.simulator.simulation import SimulatedRun, simulate
 
 TICK = AffineCost(1.0)
-UNBOUNDED = 10**9  # rollouts that may wait
+UNBOUNDED = 10**9  # queue capacity, rollouts
 
 
 @pytest.mark.parametrize(
     ("name", "num_in_flight", "batch_size", "train_ticks", "lengths"),
     [("T1_trace_H4_B4_D5", 4, 4, 5, [2, 7, 3, 5, 4, 6, 1, 8]), ("T2_trace_H6_B3_D2", 6, 3, 2, [5, 1, 9, 4])],
 )
-def test_pipeline(name: str, num_in_flight: int, batch_size: int, train_ticks: int, lengths: list[int]) -> None:
+def test_pipeline_trace(name: str, num_in_flight: int, batch_size: int, train_ticks: int, lengths: list[int]) -> None:
     expected = EXPECTED[name]
     run = SimulatedRun(
         schedule=PipelineSchedule(batch_size, num_in_flight, UNBOUNDED),
@@ -50,7 +50,7 @@ def _trained(batch: TrainedBatch) -> dict[str, object]:
     }
 
 
-def test_april() -> None:
+def test_april_trace() -> None:
     pairs = [[3, 9], [5, 4], [12, 2], [1, 6], [8, 7], [2, 2], [15, 10]]
     expected = EXPECTED["T3_april_P2_F2"]
     run = SimulatedRun(
@@ -64,8 +64,8 @@ def test_april() -> None:
         train_time_per_token=0.0,
     )
     result = simulate(run)
-    nothing = Snapshot._make(0 for _ in Snapshot._fields)
-    ends = [nothing, nothing, *(batch.handed_over for batch in result.batches)]
+    zero = Snapshot._make(0 for _ in Snapshot._fields)
+    ends = [zero, zero, *(batch.handed_over for batch in result.batches)]
     seen = []
     for batch, (before, start), (_, end) in zip(result.batches, pairwise(ends), pairwise(ends[1:]), strict=False):
         seen.append(
@@ -80,4 +80,4 @@ def test_april() -> None:
                 "partial": end.num_interrupted - start.num_interrupted,
             }
         )
-    assert seen == [{**each, "trained_groups": sorted(each["trained_groups"])} for each in expected]
+    assert seen == [{**row, "trained_groups": sorted(row["trained_groups"])} for row in expected]

@@ -17,8 +17,8 @@ from midflight.sim.lengths import (
     GroupedLogNormal,
     Lengths,
     constant,
+    from_counts,
     lognormal,
-    of_counts,
     two_point,
     uniform,
 )
@@ -88,14 +88,14 @@ def build_lengths(lengths: config.LengthsConfig) -> Lengths:
         case config.ListedLengthsConfig() if lengths.order == "cycled":
             return CycledLengths(lengths.lengths)
         case config.ListedLengthsConfig():
-            return of_counts(lengths.lengths, lengths.counts)
+            return from_counts(lengths.lengths, lengths.counts)
         case config.RunLengthsConfig():
             checkpoint = newest_checkpoint(RunDirectory(lengths.directory).checkpoints)
             if checkpoint is None:
                 raise ScenarioError(f"lengths.directory: {lengths.directory} has no checkpoint of a run")
             generated = load_state(checkpoint).generated_lengths
             with _within("lengths"):
-                return of_counts([*generated], [*generated.values()])
+                return from_counts([*generated], [*generated.values()])
 
 
 @contextlib.contextmanager

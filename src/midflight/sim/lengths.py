@@ -1,4 +1,4 @@
-"""How long responses are: distributions for the formulas, and draws for the simulator. Lengths are in tokens."""
+"""Response lengths in tokens: distributions for the formulas, draws for the simulator."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from midflight.types import Float64Array, Int64Array
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Lengths 1, 2, ... `max` and how likely each is.
+    """Probability of each length 1, 2, ... `max`.
 
-    Shapes: probabilities [max], of lengths 1 to max, which add up to 1; the last is above 0.
+    Shapes: probabilities [max], for lengths 1 to max. Invariants: they add up to 1, and the last is above 0.
     """
 
     probabilities: Float64Array
 
     @property
     def max(self) -> int:
-        """L."""
+        """Longest possible length, L."""
         return len(self.probabilities)
 
     @cached_property
@@ -40,7 +40,7 @@ class LengthDistribution:
 
     @cached_property
     def survival(self) -> Float64Array:
-        """P(length >= l) for l = 1 ... max, `[max]`: the share of a batch that is still going at its l-th token."""
+        """P(length >= l) for l = 1 ... max, `[max]`: share of a batch still being generated at its l-th token."""
         survival: Float64Array = np.minimum(self.probabilities[::-1].cumsum()[::-1], 1.0)
         return survival
 
@@ -49,7 +49,7 @@ class LengthDistribution:
         return self
 
     def draw(self, rng: np.random.Generator, first_group: int, num_groups: int, group_size: int) -> Int64Array:
-        """Independent lengths, by inversion: one uniform number each; siblings are no more alike than strangers."""
+        """Draw independent lengths by inversion, one uniform number each; the group has no influence."""
         uniform = rng.random((num_groups, group_size)) * self._cumulative[-1]
         indices: Int64Array = np.searchsorted(self._cumulative, uniform, side="right").astype(np.int64)
         return 1 + indices
@@ -64,53 +64,53 @@ class LengthDistribution:
 
 
 def uniform(max_length: int) -> LengthDistribution:
-    """1 to `max_length`, all as likely."""
+    """Lengths 1 to `max_length`, all equally likely."""
     return LengthDistribution(np.full(max_length, 1.0 / max_length))
 
 
 def constant(length: int) -> LengthDistribution:
-    return of_counts([length])
+    return from_counts([length])
 
 
 def two_point(short: int, long: int, long_share: float) -> LengthDistribution:
-    """`long` with probability `long_share`, else `short`."""
-    return of_counts([short, long], [1 - long_share, long_share])
+    """Length `long` with probability `long_share`, else `short`."""
+    return from_counts([short, long], [1 - long_share, long_share])
 
 
 def lognormal(median: float, sigma: float, max_length: int) -> LengthDistribution:
-    """min(ceil(median * exp(sigma * z)), max_length), z normal: a long tail, cut off where an engine cuts it off."""
+    """Length min(ceil(median * exp(sigma * z)), max_length), z normal: a long tail, cut off as an engine would do."""
     normal = NormalDist(math.log(median), sigma)
     cumulative = np.array([0.0, *(normal.cdf(math.log(length)) for length in range(1, max_length)), 1.0])
     return LengthDistribution(np.diff(cumulative))
 
 
-def of_counts(lengths: Sequence[int], counts: Sequence[float] | None = None) -> LengthDistribution:
-    """As often as they were seen, or any other weights; default: once each.
+def from_counts(lengths: Sequence[int], counts: Sequence[float] | None = None) -> LengthDistribution:
+    """Distribution of `lengths`, weighted by `counts` (default: 1 each).
 
-    Raises: ScenarioError if none was ever seen.
+    Raises: ScenarioError if no length has a count above 0.
     """
     weights = np.trim_zeros(np.bincount(np.array(lengths, np.int64), counts), "b")[1:]
     if not len(weights):
-        raise ScenarioError("counts: there is no length")
+        raise ScenarioError("counts: no length has a count above 0")
     return LengthDistribution(weights / weights.sum())
 
 
 class Lengths(Protocol):
-    """Where the simulator's rollouts get their lengths from."""
+    """Source of the lengths of the simulator's rollouts."""
 
     @property
     def distribution(self) -> LengthDistribution:
-        """Of one rollout, whatever its siblings are."""
+        """Marginal distribution of one rollout's length, without regard to its group."""
         ...
 
     def draw(self, rng: np.random.Generator, first_group: int, num_groups: int, group_size: int) -> Int64Array:
-        """Lengths of the groups from `first_group` on, `[num_groups, group_size]`."""
+        """Draw the lengths of `num_groups` groups, beginning with `first_group`: `[num_groups, group_size]`."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupedLogNormal:
-    """min(ceil(median * exp(group_sigma * z_group + sigma * z)), max_length): hard problems have long answers."""
+    """Length min(ceil(median * exp(group_sigma * z_group + sigma * z)), max_length): siblings have similar lengths."""
 
     median: float
     group_sigma: float
@@ -130,13 +130,13 @@ class GroupedLogNormal:
 
 @dataclass(frozen=True)
 class CycledLengths:
-    """One after another in the order of the list, again from its start at its end: for traces worked out by hand."""
+    """Lengths in the order of a list, which is repeated: for traces worked out by hand."""
 
     lengths: Sequence[int]
 
     @cached_property
     def distribution(self) -> LengthDistribution:
-        return of_counts(self.lengths)
+        return from_counts(self.lengths)
 
     def draw(self, rng: np.random.Generator, first_group: int, num_groups: int, group_size: int) -> Int64Array:
         indices = np.arange(first_group * group_size, (first_group + num_groups) * group_size)

@@ -1,4 +1,4 @@
-"""The arithmetic behind the decode benchmark, and what it prints."""
+"""Decode benchmark: roofline, windows, ratios and the printed table."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def entry(engine: str, index: int, rate: float) -> dict[str, Any]:
     return {"engine": engine, "round": index, "tokens_per_s": rate, "compute_dtype": "float32"}
 
 
-def test_few_sequences_are_bound_by_reading_the_weights_and_many_by_multiplying() -> None:
+def test_roofline_is_read_bound_then_compute_bound() -> None:
     ceilings = {"float32": Ceilings(gemm_rate=200e9, read_rate=40e9, weight_bytes=400_000_000)}
     assert roofline(1, 100_000_000, ceilings) == pytest.approx(100)
     assert roofline(8, 100_000_000, ceilings) == pytest.approx(800)
     assert roofline(512, 100_000_000, ceilings) == pytest.approx(1000)
 
 
-def test_the_roofline_is_that_of_the_best_compute_dtype_at_each_size() -> None:
-    """Without bfloat16 instructions, reading half the bytes wins at first and multiplying in float32 later."""
+def test_roofline_uses_the_best_compute_dtype() -> None:
+    """Without bfloat16 instructions, bfloat16 wins for few sequences (half the bytes), float32 for many."""
     slow = Ceilings(gemm_rate=60e9, read_rate=40e9, weight_bytes=200_000_000)
     fast = Ceilings(gemm_rate=240e9, read_rate=40e9, weight_bytes=400_000_000)
     both = {"bfloat16": slow, "float32": fast}
@@ -34,7 +34,7 @@ def test_the_roofline_is_that_of_the_best_compute_dtype_at_each_size() -> None:
 
 
 @pytest.mark.slow
-def test_ceilings_are_measured_for_every_dtype_weights_may_be_computed_in() -> None:
+def test_ceilings_cover_every_compute_dtype() -> None:
     ceilings = measure_ceilings("bfloat16", parameters=1_000_000, num_threads=1)
     assert {name: ceiling.weight_bytes for name, ceiling in ceilings.items()} == {
         "bfloat16": 2_000_000,
@@ -49,7 +49,7 @@ def test_ratios_are_paired_by_round() -> None:
     assert median_ratio({0: 10.0}, {}) is None
 
 
-def test_a_row_has_every_engine_and_null_where_one_did_not_run() -> None:
+def test_row_has_null_for_engines_that_did_not_run() -> None:
     rounds = [entry("midflight", index, rate) for index, rate in enumerate((100.0, 300.0, 200.0))]
     rounds += [entry("vllm", index, rate) for index, rate in enumerate((100.0, 100.0, 400.0))]
     assert row(rounds, 1000.0) == {
@@ -63,7 +63,7 @@ def test_a_row_has_every_engine_and_null_where_one_did_not_run() -> None:
     }
 
 
-def test_the_table_names_models_and_marks_what_is_missing() -> None:
+def test_table_marks_missing_engines() -> None:
     rounds = [entry("midflight", 0, 1234.4)]
     table = decode_table([{"model": "demo", "dtype": "float32", "sequences": 8, **row(rounds, 9999.0)}])
     header, line = table.splitlines()
@@ -80,45 +80,45 @@ def test_the_table_names_models_and_marks_what_is_missing() -> None:
     assert line.split() == ["demo", "float32", "8", "1,234", "-", "-", "-", "9,999"]
 
 
-def test_the_window_has_neither_prefill_nor_drain() -> None:
+def test_window_excludes_prefill_and_drain() -> None:
     early, late = [0.0, 1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 3.0, 4.0, 5.0]
     measured = window([early, late], "float32")
     assert (measured.tokens, measured.seconds) == (6, 2.5)  # three tokens each in (1.5, 4.0]
 
 
-def test_the_window_holds_whole_steps_though_stamps_within_a_step_differ() -> None:
+def test_window_holds_whole_steps() -> None:
     stamps = [[step + 0.01 * place for step in range(4)] for place in (2, 0, 1)]
     measured = window(stamps, "float32")
     assert measured.tokens == 3 * 3
     assert measured.seconds == pytest.approx(3.0)
 
 
-def test_sequences_that_never_decode_together_have_no_window() -> None:
+def test_no_window_without_common_decoding() -> None:
     with pytest.raises(ValueError, match="never all decoded"):
         window([[0.0, 1.0], [1.0, 2.0]], "float32")
 
 
-def test_engines_are_skipped_at_one_size_or_at_all() -> None:
+def test_skip_of_one_size_or_all() -> None:
     skip = parse_skip("transformers_cb:128,transformers")
     options = DecodeOptions(("float32",), (8, 128), skip=skip)
     assert [options.runs("transformers_cb", size) for size in (8, 128)] == [True, False]
     assert [options.runs("transformers", size) for size in (8, 128)] == [False, False]
     assert options.runs("midflight", 128)
-    assert not options.runs("vllm", 8)  # no environment was given
+    assert not options.runs("vllm", 8)  # no vLLM environment was given
 
 
 @pytest.mark.parametrize("text", ["vlm", "vllm:many"])
-def test_what_to_skip_must_exist(text: str) -> None:
+def test_unknown_engine_to_skip_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="--skip"):
         parse_skip(text)
 
 
-def test_a_missing_vllm_environment_is_refused(tmp_path: Path) -> None:
+def test_missing_vllm_environment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--vllm-python"):
         DecodeOptions(("float32",), (1,), vllm_python=tmp_path / "python")
 
 
-def test_vllm_is_started_with_the_openmp_of_its_environment(tmp_path: Path) -> None:
+def test_vllm_preloads_openmp_of_its_environment(tmp_path: Path) -> None:
     library = tmp_path / "lib" / "libiomp5.so"
     library.parent.mkdir()
     library.touch()

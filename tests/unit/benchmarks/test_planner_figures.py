@@ -1,4 +1,4 @@
-"""The pictures of docs/planner.md can be drawn; their numbers are the golden tests' business."""
+"""Pictures of docs/planner.md can be drawn; the golden tests check their numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "planner_figures.json").read_text())
 
 
-def test_a_picture_and_its_numbers(tmp_path: Path) -> None:
+def test_picture_and_numbers_are_reproduced(tmp_path: Path) -> None:
     numbers = FIGURES["collation"](tmp_path)
     assert (tmp_path / "planner_collation.png").read_bytes().startswith(b"\x89PNG")
     assert numbers.keys() == RESULT["collation"].keys()
@@ -20,7 +20,7 @@ def test_a_picture_and_its_numbers(tmp_path: Path) -> None:
         assert row == pytest.approx(RESULT["collation"][case], rel=1e-3), case
 
 
-def test_every_picture_of_the_page_is_drawn_and_has_numbers() -> None:
+def test_page_shows_every_picture() -> None:
     page = (ROOT / "docs" / "planner.md").read_text()
     assert list(RESULT) == list(FIGURES)
     for name in FIGURES:

@@ -1,4 +1,4 @@
-"""Pauses of weight updates, on an engine whose steps cost nothing."""
+"""Benchmark of weight updates, on a tiny engine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion
 
 
-def test_an_update_that_is_done_at_once_delays_by_its_call() -> None:
+def test_immediate_update_delays_by_its_call() -> None:
     assert Update(0.3, ()).delays(plain_step_s=0.1) == [0.3]
 
 
-def test_an_update_in_slices_delays_each_token_by_what_its_step_took_longer() -> None:
+def test_sliced_update_delays_by_the_extra_step_time() -> None:
     delays = Update(0.02, (0.13, 0.15, 0.09)).delays(plain_step_s=0.1)
     assert delays == pytest.approx([0.05, 0.05, 0.0])
 
 
-def test_milliseconds() -> None:
+def test_summary_in_milliseconds() -> None:
     assert milliseconds([0.001, 0.002, 0.003]) == {
         "median": pytest.approx(2.0),
         "p99": pytest.approx(2.98),
@@ -34,7 +34,7 @@ def test_milliseconds() -> None:
 
 
 class SlicedEngine:
-    """A tiny engine that takes an update in over the next three steps."""
+    """Tiny engine that adopts an update after three more steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -60,7 +60,7 @@ class SlicedEngine:
         return self._engine.step()
 
 
-def test_steps_count_toward_an_update_until_it_is_swapped_in() -> None:
+def test_update_is_pending_until_it_is_adopted() -> None:
     model = tiny_model()
     engine = SlicedEngine(tiny_engine(model, max_num_seqs=4, max_new_tokens=8))
     load = Load(cast(Generator, engine), VOCAB_SIZE, sequences=4, new_tokens=8)
@@ -70,7 +70,7 @@ def test_steps_count_toward_an_update_until_it_is_swapped_in() -> None:
     assert load.versions == set(range(6))
 
 
-def test_updates_abort_nothing_and_every_version_samples_tokens() -> None:
+def test_updates_abort_no_request_and_skip_no_version() -> None:
     model = tiny_model()
     load = Load(tiny_engine(model, max_num_seqs=4, max_new_tokens=8), VOCAB_SIZE, sequences=4, new_tokens=8)
     updates, plain_steps_s = run_updates(load, weights_of(model), num_updates=20)

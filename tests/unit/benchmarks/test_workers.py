@@ -1,4 +1,4 @@
-"""Worker processes: answers, deaths, deadlines, and nothing left behind."""
+"""Worker processes of benchmarks: answers, crashes, timeouts, and clean shutdown."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def python(code: str) -> Worker:
     return Worker([sys.executable, "-c", code], {})
 
 
-def test_questions_are_answered_in_order(started: list[Worker]) -> None:
+def test_requests_are_answered_in_order(started: list[Worker]) -> None:
     started.append(python(ECHO))
     long = {"prompts": [list(range(10_000))] * 20}
     assert started[0].ask(long, 30) == long
     assert started[0].ask({"round": 1}, 30) == {"round": 1}
 
 
-def test_a_late_answer_is_a_timeout() -> None:
+def test_late_answer_is_a_timeout() -> None:
     worker = python(SLEEP)
     with pytest.raises(TimeoutError):
         worker.ask({}, 0.2)
@@ -44,11 +44,11 @@ def test_a_late_answer_is_a_timeout() -> None:
     worker.close()
 
 
-def test_a_dead_worker_is_an_error_with_its_last_words(started: list[Worker]) -> None:
+def test_crash_reports_the_last_output_line(started: list[Worker]) -> None:
     started.append(python(DIE))
     with pytest.raises(WorkerError, match="out of luck"):
         started[0].ask({}, 30)
-    started[0].kill()  # as its owner does after any error
+    started[0].kill()  # as callers do after any error
 
 
 def test_closing_ends_the_process() -> None:

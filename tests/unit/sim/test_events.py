@@ -1,4 +1,4 @@
-"""The simulator where a formula is exact, and what its runs must be like whatever happens to them."""
+"""Simulator against exact formulas, and invariants of every simulated run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from midflight.sim.simulator.failures import Failure, Failures
 from midflight.sim.simulator.simulation import Delays, SimulatedRun, simulate
 from soak import SOAK
 
-UNBOUNDED = 10**9  # rollouts that may wait
+UNBOUNDED = 10**9  # queue capacity, rollouts
 LENGTHS = lognormal(40, 0.8, 300)
 
 
 class ListedFailures(Failures):
-    """(engine, start, end) of each."""
+    """Failures from a list of (engine, start, end)."""
 
     def __init__(self, failures: Sequence[tuple[int, float, float]]) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def pipeline_run(**changes: object) -> SimulatedRun:
     return replace(run, **changes)  # type: ignore[arg-type]
 
 
-def test_one_sequence_alone_takes_what_its_steps_take() -> None:
-    """10 steps that hold 0, 1, ... 9 tokens."""
+def test_single_sequence_takes_the_sum_of_its_steps() -> None:
+    """Ten steps hold 0, 1, ... 9 tokens."""
     alone = ConventionalSchedule(batch_size=1)
     run = pipeline_run(
         schedule=alone, batch_size=1, lengths=CycledLengths([10]), step_cost=AffineCost(2.0, 0.5, 0.1), num_engines=1
@@ -64,8 +64,8 @@ def test_one_sequence_alone_takes_what_its_steps_take() -> None:
     assert batch.end - batch.start == pytest.approx(10 * 0.005)
 
 
-def test_a_draining_batch_speeds_up_as_it_empties() -> None:
-    """Two sequences of 2 and 5 tokens: two steps of 2 that hold 0 and 2 tokens, three of 1 that hold 2, 3, 4."""
+def test_draining_batch_speeds_up() -> None:
+    """Sequences of 2 and 5 tokens: two steps with both hold 0 and 2 tokens, three with one hold 2, 3, 4."""
     run = pipeline_run(
         schedule=ConventionalSchedule(batch_size=2),
         batch_size=2,
@@ -78,7 +78,7 @@ def test_a_draining_batch_speeds_up_as_it_empties() -> None:
     assert simulate(run).batches[0].handed_over.time == pytest.approx(sum(steps))
 
 
-def test_an_update_before_the_first_token_leaves_one_version() -> None:
+def test_update_before_first_token_leaves_one_version() -> None:
     engine, rollout = SimEngine(0, StepTimes(AffineCost(1.0))), SimRollout(0, 0, length=3)
     engine.add(rollout, 0.0)
     engine.adopt(0.0, pause=0.0)
@@ -86,14 +86,14 @@ def test_an_update_before_the_first_token_leaves_one_version() -> None:
     assert (rollout.num_versions, rollout.last_update, rollout.segments[0].first_update) == (1, 1, 1)
 
 
-def test_the_same_run_twice_is_the_same() -> None:
+def test_simulation_is_reproducible() -> None:
     run = pipeline_run(failures=Failures(300.0, 50.0, seed=3))
     assert simulate(run).figures() == simulate(replace(run, failures=Failures(300.0, 50.0, seed=3))).figures()
     assert simulate(run).figures() != simulate(replace(run, seed=1)).figures()
 
 
 @pytest.mark.parametrize("delay", ["transfer", "preprocess"])
-def test_delays_make_tokens_older_by_their_share_of_a_step(delay: str) -> None:
+def test_delays_add_to_mean_lag(delay: str) -> None:
     run = pipeline_run(num_steps=600)
     plain = simulate(run).after(100)
     period = plain.elapsed / 500
@@ -103,7 +103,7 @@ def test_delays_make_tokens_older_by_their_share_of_a_step(delay: str) -> None:
 
 
 @pytest.mark.parametrize("pause", ["update_pause", "handover_pause"])
-def test_pauses_cost_generation_their_time(pause: str) -> None:
+def test_pauses_slow_generation(pause: str) -> None:
     run = pipeline_run(num_steps=600)
     plain = simulate(run).after(100)
     period = plain.elapsed / 500
@@ -111,7 +111,7 @@ def test_pauses_cost_generation_their_time(pause: str) -> None:
     assert paused.rate == pytest.approx(plain.rate / 1.25, rel=0.02)
 
 
-def test_an_engine_that_fails_loses_time_and_nothing_else() -> None:
+def test_engine_failure_loses_time_but_no_rollout() -> None:
     run = pipeline_run(failures=ListedFailures([(1, 100.0, 400.0), (2, 250.0, 260.0)]))
     result = simulate(run)
     check_accounts(run, result.batches)
@@ -120,7 +120,7 @@ def test_an_engine_that_fails_loses_time_and_nothing_else() -> None:
     assert result.batches[-1].end > simulate(pipeline_run()).batches[-1].end
 
 
-def test_all_engines_may_be_away_for_a_while() -> None:
+def test_run_survives_failure_of_all_engines() -> None:
     run = pipeline_run(failures=ListedFailures([(engine, 100.0 + engine, 500.0) for engine in range(3)]))
     result = simulate(run)
     check_accounts(run, result.batches)
@@ -138,18 +138,18 @@ def test_filtered_groups_are_replaced_and_counted() -> None:
 
 
 def test_groups_wait_for_their_slowest_member() -> None:
-    """Of four, the longest: batches come as often, but first tokens are older."""
+    """A group of four waits for its longest: the rate is the same, but tokens are older."""
     alone, grouped = (simulate(pipeline_run(group_size=size, num_steps=500)).after(100) for size in (1, 4))
     assert grouped.rate == pytest.approx(alone.rate, rel=0.02)
     assert grouped.last_lag > 2 * alone.last_lag
 
 
-def test_a_schedule_that_never_makes_a_batch_is_an_error() -> None:
+def test_schedule_without_a_batch_is_an_error() -> None:
     with pytest.raises(ScenarioError, match=r"schedule: stuck at optimizer step 0, with 15 finished rollouts"):
         simulate(pipeline_run(schedule=PipelineSchedule(16, 5, queue_capacity=0)))
 
 
-def test_more_in_flight_than_the_table_knows_is_an_error() -> None:
+def test_load_beyond_the_table_is_an_error() -> None:
     with pytest.raises(ScenarioError, match=r"num_in_flight = 17 is beyond the table"):
         simulate(pipeline_run(step_cost=RateTable((1, 16), (1.0, 8.0))))
 
@@ -172,7 +172,7 @@ schedules = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=60 * SOAK, deadline=None)
 @given(schedules, delays, st.integers(1, 4), st.sampled_from([None, 200.0]), st.sampled_from([0.0, 0.3]))
-def test_bounds_and_accounts_hold_whatever_happens(
+def test_lag_bounds_and_accounts_always_hold(
     schedule: Schedule, delays: Delays, num_engines: int, mean_time_between: float | None, filter_rate: float
 ) -> None:
     run = pipeline_run(
@@ -197,7 +197,7 @@ def test_bounds_and_accounts_hold_whatever_happens(
 
 
 def check_accounts(run: SimulatedRun, batches: list) -> None:  # type: ignore[type-arg]
-    """Every group is in at most one batch, whole; each rollout has all of its tokens, on whichever engines."""
+    """Check that each group is whole in at most one batch, and that each rollout has all of its tokens."""
     groups = Counter(group for batch in batches for group in batch.group_ids.tolist())
     assert set(groups.values()) == {run.group_size}
     rollouts = [rollout for batch in batches for rollout in batch.rollout_ids.tolist()]

@@ -1,4 +1,4 @@
-"""Groups that have no gradient are trained on in no time, by the simulator and by the formulas."""
+"""Groups without a gradient cost no training time, in the simulator and in the formulas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def training_times(fraction: float) -> np.ndarray:
     return np.array([batch.end - batch.start for batch in simulate_scenario(scenario(fraction)).batches])
 
 
-def test_whole_groups_take_their_time_or_none() -> None:
+def test_groups_cost_training_time_as_a_whole() -> None:
     assert training_times(0.0) == pytest.approx(3.0 + 32 * 50)
     assert training_times(1.0) == pytest.approx(3.0)
     some = (training_times(0.75) - 3.0) / (8 * 50)
@@ -42,7 +42,7 @@ def test_whole_groups_take_their_time_or_none() -> None:
     assert some.mean() == pytest.approx(1.0, abs=0.15)
 
 
-def test_a_list_says_which_groups() -> None:
+def test_list_selects_groups_with_gradient() -> None:
     listed = scenario(0.5).model_copy(
         update={
             "lengths": ListedLengthsConfig(
@@ -51,21 +51,23 @@ def test_a_list_says_which_groups() -> None:
         }
     )
     times = [batch.end - batch.start for batch in simulate_scenario(listed).batches[:3]]
-    # Groups of 10, 30, 20 tokens, four to a batch, and the second of three takes no time.
+    # Groups of 10, 30, 20 tokens, repeated; four make a batch, and the group of 30 takes no time.
     assert times == pytest.approx([3.0 + 8 * tokens for tokens in (10 + 20 + 10, 20 + 10, 20 + 10 + 20)])
 
 
-def test_as_many_flags_as_groups() -> None:
-    with pytest.raises(ValidationError, match=r"lengths.has_gradient has 2 groups, and 8 lengths in groups of"):
+def test_number_of_flags_must_match_groups() -> None:
+    with pytest.raises(
+        ValidationError, match=r"lengths.has_gradient has 2 groups, which does not fit 8 lengths in groups of"
+    ):
         Scenario(
             batch=ScenarioBatchConfig(batch_size=32, group_size=8),
             lengths=ListedLengthsConfig(lengths=(10,) * 8, order="cycled", has_gradient=(True, False)),
         )
 
 
-def test_all_tokens_are_trained_either_way() -> None:
+def test_tokens_without_gradient_count_as_trained() -> None:
     assert {batch.num_tokens for batch in simulate_scenario(scenario(0.75)).batches} == {32 * 50}
 
 
-def test_formulas_take_the_mean() -> None:
+def test_formulas_use_the_mean_fraction() -> None:
     assert build_workload(scenario(0.75), colocated=True).train_time_per_token == pytest.approx(32.0)

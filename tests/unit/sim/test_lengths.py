@@ -1,4 +1,4 @@
-"""Length distributions: what the formulas read off them, and that draws have them."""
+"""Length distributions: moments and survival for the formulas, and draws that follow them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from midflight.sim.lengths import (
     GroupedLogNormal,
     LengthDistribution,
     constant,
+    from_counts,
     lognormal,
-    of_counts,
     two_point,
     uniform,
 )
@@ -27,13 +27,13 @@ distributions = st.one_of(
     st.builds(two_point, st.integers(1, 300), st.integers(1, 300), st.floats(0, 1)),
     st.builds(lognormal, st.floats(0.5, 500), st.floats(0.05, 2), st.integers(1, 300)),
     st.dictionaries(st.integers(1, 300), st.floats(0.1, 10), min_size=1, max_size=9).map(
-        lambda counts: of_counts([*counts], [*counts.values()])
+        lambda counts: from_counts([*counts], [*counts.values()])
     ),
 )
 
 
 @given(distributions)
-def test_the_survival_function_sums_up_to_the_mean(lengths: LengthDistribution) -> None:
+def test_survival_sums_up_to_the_mean(lengths: LengthDistribution) -> None:
     assert lengths.probabilities.sum() == pytest.approx(1)
     assert lengths.survival.sum() == pytest.approx(lengths.mean)
     assert lengths.survival[0] == pytest.approx(1)
@@ -42,7 +42,7 @@ def test_the_survival_function_sums_up_to_the_mean(lengths: LengthDistribution) 
 
 
 @given(distributions)
-def test_moments_are_those_of_a_distribution(lengths: LengthDistribution) -> None:
+def test_moments_are_consistent(lengths: LengthDistribution) -> None:
     assert 1 <= lengths.mean <= lengths.max + 1e-9
     assert lengths.second_moment >= lengths.mean**2 * (1 - 1e-12)
     assert lengths.second_moment <= lengths.mean * lengths.max * (1 + 1e-12)
@@ -55,7 +55,7 @@ def test_draws_have_the_mean(lengths: LengthDistribution, seed: int) -> None:
     assert drawn.min() >= 1
     assert drawn.max() <= lengths.max
     deviation = math.sqrt(max(0.0, lengths.second_moment - lengths.mean**2))
-    # Five standard errors, and one token more for tails so thin that most draws have none of them.
+    # Five standard errors, plus one token for tails so thin that most draws miss them.
     assert drawn.mean() == pytest.approx(lengths.mean, abs=5 * deviation / math.sqrt(drawn.size) + 1)
 
 
@@ -65,17 +65,17 @@ def test_uniform() -> None:
     assert lengths.second_moment == pytest.approx((8192 + 1) * (2 * 8192 + 1) / 6)
 
 
-def test_two_point_of_the_same_length() -> None:
+def test_two_point_with_equal_lengths() -> None:
     assert two_point(7, 7, 0.3).mean == pytest.approx(7)
 
 
-def test_lognormal_has_its_median_and_is_cut_off() -> None:
+def test_lognormal_keeps_its_median_and_is_truncated() -> None:
     lengths = lognormal(100, 0.5, 400)
     assert lengths.survival[100] == pytest.approx(0.5)  # P(length >= 101)
     assert lengths.survival[-1] == pytest.approx(0.5 * math.erfc(math.log(399 / 100) / 0.5 / math.sqrt(2)))
 
 
-def test_siblings_are_more_alike_than_strangers() -> None:
+def test_siblings_have_similar_lengths() -> None:
     lengths = GroupedLogNormal(4000, 0.8, 0.3, 16384)
     drawn = lengths.draw(np.random.default_rng(0), 0, 4000, 8)
     assert drawn.std() == pytest.approx(4194, rel=0.02)
@@ -84,22 +84,22 @@ def test_siblings_are_more_alike_than_strangers() -> None:
     assert (drawn == 16384).mean() == pytest.approx(lengths.distribution.probabilities[-1], rel=0.1)
 
 
-def test_lengths_in_order_go_on_from_group_to_group() -> None:
+def test_cycled_lengths_continue_across_groups() -> None:
     lengths = CycledLengths([5, 6, 7])
     assert lengths.draw(np.random.default_rng(0), 0, 2, 2).tolist() == [[5, 6], [7, 5]]
     assert lengths.draw(np.random.default_rng(0), 2, 1, 2).tolist() == [[6, 7]]
     assert lengths.distribution.mean == pytest.approx(6)
 
 
-def test_independent_lengths_do_not_depend_on_the_group() -> None:
+def test_independent_lengths_ignore_the_group() -> None:
     lengths = uniform(50)
     first, later = (lengths.draw(np.random.default_rng(1), group, 3, 4) for group in (0, 7))
     assert np.array_equal(first, later)
 
 
-def test_lengths_that_were_never_seen_are_no_distribution() -> None:
-    assert of_counts([3, 5, 3], [1, 0, 2]).probabilities.tolist() == [0, 0, 1]
-    with pytest.raises(ScenarioError, match=r"counts: there is no length"):
-        of_counts([3], [0])
-    with pytest.raises(ScenarioError, match=r"counts: there is no length"):
-        of_counts([])
+def test_counts_of_zero_are_refused() -> None:
+    assert from_counts([3, 5, 3], [1, 0, 2]).probabilities.tolist() == [0, 0, 1]
+    with pytest.raises(ScenarioError, match=r"counts: no length has a count above 0"):
+        from_counts([3], [0])
+    with pytest.raises(ScenarioError, match=r"counts: no length has a count above 0"):
+        from_counts([])

@@ -1,4 +1,4 @@
-"""The search finds what trying every split finds; plans keep to their bounds and say what cannot be."""
+"""Planner: the search equals brute force, plans keep their bounds, impossible goals are refused."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ SMALL = {
 
 
 def brute_force(workload: Workload, space: SearchSpace) -> list[Estimate]:
-    """The front, slow ones first, with ties broken by lag, then the number in flight, then the engines."""
+    """Compute the front by trying every split, with ties broken by the number in flight, then the engines."""
     tried = [
         pipeline(workload, in_flight, engines, space.queue)
         for in_flight in range(1, space.max_in_flight + 1)
         for engines in range(1, workload.max_engines + 1)
     ]
-    kept = [each for each in tried if each.mean_lag <= space.max_mean_lag]
-    kept = [each for each in kept if each.trainer_share <= space.max_trainer_share]
-    kept.sort(key=lambda each: lag_of(each, space))  # stable: fewer in flight, then fewer engines come first
+    kept = [split for split in tried if split.mean_lag <= space.max_mean_lag]
+    kept = [split for split in kept if split.trainer_share <= space.max_trainer_share]
+    kept.sort(key=lambda split: lag_of(split, space))  # stable: fewer in flight, then fewer engines come first
     front: list[Estimate] = []
-    for lag in sorted({lag_of(each, space) for each in kept}):
-        of_lag = [each for each in kept if lag_of(each, space) == lag]
-        fastest = max(each.rate for each in of_lag)
-        found = next(each for each in of_lag if each.rate >= fastest * (1 - 1e-10))
-        if not front or found.rate > front[-1].rate * (1 + 1e-10):
-            front.append(found)
+    for lag in sorted({lag_of(split, space) for split in kept}):
+        same_lag = [split for split in kept if lag_of(split, space) == lag]
+        fastest = max(split.rate for split in same_lag)
+        best = next(split for split in same_lag if split.rate >= fastest * (1 - 1e-10))
+        if not front or best.rate > front[-1].rate * (1 + 1e-10):
+            front.append(best)
     return front
 
 
@@ -68,37 +68,37 @@ def lag_of(estimate: Estimate, space: SearchSpace) -> float:
     ],
     ids=str,
 )
-def test_the_search_finds_what_trying_every_split_finds(name: str, changes: dict[str, Any]) -> None:
+def test_search_equals_brute_force(name: str, changes: dict[str, Any]) -> None:
     workload = SMALL[name]
     space = replace(search_space(workload, Queue(workload.batch_size), 24), **changes)
     front, expected = pareto_front(workload, space), brute_force(workload, space)
     assert expected
-    assert front.lags.tolist() == [lag_of(each, space) for each in expected]
-    assert front.num_in_flight.tolist() == [each.num_in_flight for each in expected]
-    assert front.num_engines.tolist() == [each.num_engines for each in expected]
-    assert front.rates == pytest.approx([each.rate for each in expected], rel=1e-9)
+    assert front.lags.tolist() == [lag_of(split, space) for split in expected]
+    assert front.num_in_flight.tolist() == [split.num_in_flight for split in expected]
+    assert front.num_engines.tolist() == [split.num_engines for split in expected]
+    assert front.rates == pytest.approx([split.rate for split in expected], rel=1e-9)
 
 
-def test_it_does_not_matter_how_many_splits_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_change_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
     space = search_space(CASE_STUDY, Queue(128), 300)
-    whole = pareto_front(CASE_STUDY, space)
+    unchunked = pareto_front(CASE_STUDY, space)
     monkeypatch.setattr("midflight.sim.planner.search._POINTS_AT_ONCE", 1000)
-    parts = pareto_front(CASE_STUDY, space)
-    assert len(whole) > 50
+    chunked = pareto_front(CASE_STUDY, space)
+    assert len(unchunked) > 50
     for name in ("lags", "rates", "num_in_flight", "num_engines"):
-        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+        assert np.array_equal(getattr(unchunked, name), getattr(chunked, name))
 
 
 @pytest.mark.parametrize("delay", [0.0, 30.0, 3000.0])
 @pytest.mark.parametrize("name", SMALL)
-def test_the_best_split_of_one_step_off(name: str, delay: float) -> None:
+def test_one_step_off_search_equals_brute_force(name: str, delay: float) -> None:
     workload = replace(SMALL[name], transfer=delay)
     tried = [one_step_off(workload, 3, engines) for engines in range(1, workload.max_engines + 1)]
-    fastest = max(each.rate for each in tried)
-    assert best_one_step_off(workload, 3) == next(each for each in tried if each.rate >= fastest * (1 - 1e-12))
+    fastest = max(split.rate for split in tried)
+    assert best_one_step_off(workload, 3) == next(split for split in tried if split.rate >= fastest * (1 - 1e-12))
 
 
-def test_one_step_off_keeps_within_the_table() -> None:
+def test_one_step_off_stays_within_the_table() -> None:
     workload = replace(SMALL["table"], step_cost=replace(PADDED, beyond="error"))
     best = best_one_step_off(workload, 16)
     assert best is not None
@@ -111,7 +111,7 @@ def plan_of(goal: Goal) -> tuple[int, float, float]:
     return best.max_lag, best.split.mean_lag, best.split.rate
 
 
-def test_the_fastest_within_bounds() -> None:
+def test_fastest_split_keeps_the_bounds() -> None:
     _, _, fastest = plan_of(Goal())
     lag, _, rate = plan_of(Goal(max_lag=60))
     assert lag <= 60
@@ -122,22 +122,22 @@ def test_the_fastest_within_bounds() -> None:
     assert within_both < rate
 
 
-def test_the_least_lag_at_a_rate() -> None:
+def test_lowest_lag_at_a_rate() -> None:
     lag, _, rate = plan_of(Goal(rate=12.0))
     assert rate >= 12
     assert plan_of(Goal(max_lag=lag))[2] == pytest.approx(rate)
     assert plan_of(Goal(max_lag=lag - 1))[2] < 12
-    assert plan_of(Goal(rate=rate))[0] == lag, "a rate that a plan has shown can be asked for"
+    assert plan_of(Goal(rate=rate))[0] == lag, "the rate of a plan can be used as a goal"
 
 
-def test_conventional_rl_has_the_same_max_lag() -> None:
+def test_conventional_rl_is_compared_at_equal_max_lag() -> None:
     best = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=60), search_space(CASE_STUDY, Queue(128))).best
     assert best.conventional is not None
     assert best.conventional.max_lag == best.max_lag == 60
     assert best.speed_up == pytest.approx(best.split.rate / conventional(CASE_STUDY, 61).rate)
 
 
-def test_a_trainer_that_is_all_but_too_busy_is_noted() -> None:
+def test_busy_trainer_gets_a_note_and_an_alternative() -> None:
     plan = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=132), search_space(CASE_STUDY, Queue(128)))
     assert plan.best.split.trainer_share > 0.95
     assert plan.roomy is not None
@@ -147,11 +147,11 @@ def test_a_trainer_that_is_all_but_too_busy_is_noted() -> None:
     (note,) = plan.notes
     assert "the trainer is busy 99% of the time" in note
     assert f"with {plan.roomy.split.num_in_flight} in flight on {plan.roomy.split.num_engines} engines" in note
-    calm = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=20), search_space(CASE_STUDY, Queue(128)))
-    assert (calm.roomy, calm.notes) == (None, ())
+    relaxed = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_lag=20), search_space(CASE_STUDY, Queue(128)))
+    assert (relaxed.roomy, relaxed.notes) == (None, ())
 
 
-def test_a_trainer_that_no_split_leaves_room() -> None:
+def test_note_if_no_split_relieves_the_trainer() -> None:
     slow = replace(CASE_STUDY, num_gpus=2, train_time_per_token=100.0)
     plan = make_plan(slow, slow, Goal(), search_space(slow, Queue(128)))
     assert plan.best.split.trainer_share == 1
@@ -159,18 +159,18 @@ def test_a_trainer_that_no_split_leaves_room() -> None:
     assert plan.roomy.split.trainer_share <= 0.87
     plan = make_plan(slow, slow, Goal(rate=plan.best.split.rate), search_space(slow, Queue(128)))
     assert plan.roomy is None
-    assert "no split within the bounds leaves it room" in plan.notes[0]
+    assert "no split within the bounds leaves the trainer more room" in plan.notes[0]
 
 
-def test_where_the_pipeline_is_faster_does_not_depend_on_the_goal() -> None:
+def test_first_win_and_curve_ignore_the_goal() -> None:
     space = search_space(CASE_STUDY, Queue(128))
-    everything = make_plan(CASE_STUDY, CASE_STUDY, Goal(), space)
+    unbounded = make_plan(CASE_STUDY, CASE_STUDY, Goal(), space)
     bounded = make_plan(CASE_STUDY, CASE_STUDY, Goal(max_mean_lag=1.0), space)
-    assert everything.first_win == bounded.first_win == 15
-    assert np.array_equal(everything.curve.lags, bounded.curve.lags)
+    assert unbounded.first_win == bounded.first_win == 15
+    assert np.array_equal(unbounded.curve.lags, bounded.curve.lags)
 
 
-def test_long_fronts_are_looked_at_where_it_matters() -> None:
+def test_long_fronts_are_sampled_accurately() -> None:
     workload = replace(CASE_STUDY, num_gpus=1024)
     front = pareto_front(workload, search_space(workload, Queue(128)))
     assert len(front) > 800
@@ -182,10 +182,10 @@ def test_long_fronts_are_looked_at_where_it_matters() -> None:
     assert len(speed_curve(front, workload).lags) <= 400
 
 
-def test_conventional_rl_ends_with_the_table() -> None:
+def test_conventional_rl_is_unknown_beyond_the_table() -> None:
     turns = replace(SMALL["table"], step_cost=RateTable((2, 4), (1.0, 1.5)))
     plan = make_plan(SMALL["table"], turns, Goal(), search_space(SMALL["table"], Queue(4), 24))
-    # 7 engines with 4 each hold 7 batches.
+    # Seven engines with 4 sequences each hold 7 batches.
     known = plan.curve.lags < 7
     assert not known.all()
     assert np.array_equal(known, np.isfinite(plan.curve.conventional_rates))
@@ -194,7 +194,7 @@ def test_conventional_rl_ends_with_the_table() -> None:
     assert any("conventional RL is not known beyond a lag of 6" in note for note in plan.notes)
 
 
-def test_conventional_rl_leaves_no_gpu_over() -> None:
+def test_no_conventional_rl_if_gpus_do_not_divide() -> None:
     workload = SMALL["pauses"]
     plan = make_plan(workload, workload, Goal(), search_space(workload, Queue(5), 24))
     assert np.isnan(plan.curve.conventional_rates).all()
@@ -214,13 +214,13 @@ def test_conventional_rl_leaves_no_gpu_over() -> None:
         (Goal(rate=-1), "rate = -1: should be at least 0"),
     ],
 )
-def test_a_goal_that_cannot_be(goal: Goal, message: str) -> None:
+def test_impossible_goal_is_refused(goal: Goal, message: str) -> None:
     with pytest.raises(ScenarioError) as raised:
         make_plan(CASE_STUDY, CASE_STUDY, goal, search_space(CASE_STUDY, Queue(128)))
     assert message in str(raised.value)
 
 
-def test_a_search_space_that_cannot_be() -> None:
+def test_invalid_search_space_is_refused() -> None:
     table = replace(CASE_STUDY, step_cost=RateTable((1, 64), (0.1, 0.2)))
     assert search_space(table, Queue(128)).max_in_flight == 64
     with pytest.raises(ScenarioError, match=r"max_in_flight = 65: should be at least 1, at most 64"):
@@ -230,13 +230,13 @@ def test_a_search_space_that_cannot_be() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_gpus_fit_into_memory() -> None:
+def test_plan_of_ten_thousand_gpus_fits_in_memory() -> None:
     workload = replace(CASE_STUDY, num_gpus=10_000)
     front = pareto_front(workload, search_space(workload, Queue(128)))
     assert front.rates[-1] == pytest.approx(10_000 / (1 / 0.6067 + 4.919), rel=1e-3)
 
 
-def test_conventional_rl_that_the_table_is_too_short_for() -> None:
+def test_note_if_table_is_too_short_for_conventional_rl() -> None:
     turns = replace(SMALL["table"], batch_size=100, step_cost=RateTable((2, 4), (1.0, 1.5)))
     workload = replace(SMALL["table"], batch_size=100)
     plan = make_plan(workload, turns, Goal(), search_space(workload, Queue(100), 24))

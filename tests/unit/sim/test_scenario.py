@@ -1,4 +1,4 @@
-"""Scenarios: those that are shipped work, and a wrong one is one clear line and exit code 2."""
+"""Scenarios: shipped files work, and a wrong scenario gives one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = ["decode.type=table", "decode.sizes=[1,64]", "decode.rates=[0.1,0.2]"]
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.name)
-def test_every_shipped_scenario_can_be_simulated(path: Path) -> None:
+def test_shipped_scenario_loads(path: Path) -> None:
     scenario = load_scenario(path)
     schedule = scenario_schedule(scenario)
     workload = build_workload(scenario, schedule.colocated)
@@ -34,14 +34,14 @@ def test_every_shipped_scenario_can_be_simulated(path: Path) -> None:
         assert plan_scenario(scenario, Goal(), "corrected").as_written is not None
 
 
-def test_the_case_study_is_the_papers() -> None:
+def test_case_study_matches_the_paper() -> None:
     written = estimate_scenario(load_scenario(PAPER))
     assert written is not None
     assert written.rate == pytest.approx(16.905, rel=1e-4)
     assert (written.max_lag_paper, written.num_training_gpus) == (132, 84)
 
 
-def test_the_april_scenario_starts_twice_as_many_groups() -> None:
+def test_april_scenario_starts_twice_the_groups() -> None:
     scenario = load_scenario(ROOT / "scenarios" / "april.toml")
     assert scenario_schedule(scenario) == AprilSchedule(256, 8, 2.0, None, None)
     workload = build_workload(scenario, colocated=True)
@@ -50,7 +50,7 @@ def test_the_april_scenario_starts_twice_as_many_groups() -> None:
     assert workload.lengths.mean == pytest.approx(5361.8, rel=0.01)
 
 
-def test_turns_have_costs_of_their_own(tmp_path: Path) -> None:
+def test_colocated_costs_replace_the_split_costs(tmp_path: Path) -> None:
     path = tmp_path / "scenario.toml"
     path.write_text(
         '[cluster]\nnum_gpus = 4\n[decode]\ntype = "affine"\nbase = 2.0\n[training]\ntime_per_token = 3.0\n'
@@ -68,7 +68,7 @@ def test_turns_have_costs_of_their_own(tmp_path: Path) -> None:
     assert load_scenario(path) == scenario
 
 
-def test_estimates_of_other_schedules() -> None:
+def test_estimates_per_schedule() -> None:
     turns = load_scenario(PAPER, ["schedule.type=conventional", "schedule.steps_per_rl_step=133"])
     written = estimate_scenario(turns)
     assert written is not None
@@ -79,7 +79,7 @@ def test_estimates_of_other_schedules() -> None:
     assert estimate_scenario(load_scenario(PAPER, ["schedule.max_lag=9"])) is None
 
 
-def test_what_the_formulas_leave_out_is_noted() -> None:
+def test_plan_notes_effects_missing_in_formulas() -> None:
     scenario = load_scenario(PAPER, ["batch.group_size=8", "failures.mean_time_between=1e6"])
     notes = plan_scenario(scenario, Goal(max_lag=20), "corrected").notes
     assert len(notes) == 2
@@ -91,14 +91,17 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
     ("arguments", "message"),
     [
         (["decode.type=table", "decode.sizes=[]", "decode.rates=[]"], "decode.sizes: the table is empty"),
-        (["decode.type=table", "decode.sizes=[1,2]", "decode.rates=[2,1]"], "decode.rates: should not go down"),
-        (["decode.type=table", "decode.sizes=[2,1]", "decode.rates=[1,2]"], "decode.sizes: should go up, and 1 comes"),
+        (["decode.type=table", "decode.sizes=[1,2]", "decode.rates=[2,1]"], "decode.rates: should not decrease"),
+        (
+            ["decode.type=table", "decode.sizes=[2,1]", "decode.rates=[1,2]"],
+            "decode.sizes: should increase, but 1",
+        ),
         (["decode.type=affine", "decode.base=0"], "decode.base and per_sequence are both 0"),
         ([*TABLE, "schedule.num_in_flight=65"], "num_in_flight = 65 is beyond the table, whose sizes end at 64"),
         ([*TABLE, "--max-in-flight", "65"], "max_in_flight = 65: should be at least 1, at most 64"),
         (["--max-in-flight", "0"], "max_in_flight = 0: should be at least 1"),
-        (["cluster.num_engines=128"], "cluster.num_engines = 128: of 128 GPUs and 1 per engine, 1 to 127 would work"),
-        (["cluster.num_gpus=1"], "cluster.num_gpus = 1: too few for an engine of 1 and a trainer; 2 would work"),
+        (["cluster.num_engines=128"], "cluster.num_engines = 128: with 128 GPUs and 1 per engine, use 1 to 127"),
+        (["cluster.num_gpus=1"], "cluster.num_gpus = 1: too few for an engine of 1 and a trainer; use at least 2"),
         (["batch.group_size=3"], "batch: batch_size = 128 is not a multiple of group_size = 3"),
         (["batch.filter_rate=0.5"], "batch.filter_rate = 0.5: the formulas do not model dynamic sampling"),
         (["schedule.queue_capacity=64"], "schedule.queue_capacity = 64 is less than batch.batch_size = 128"),
@@ -129,7 +132,7 @@ def test_what_the_formulas_leave_out_is_noted() -> None:
         (["lengths.type=list"], "lengths.lengths is missing"),
     ],
 )
-def test_a_wrong_scenario_is_one_clear_line(
+def test_wrong_scenario_is_one_clear_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["midflight", "plan", str(PAPER), *arguments])

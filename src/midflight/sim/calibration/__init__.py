@@ -1,1 +1,1 @@
-"""Costs of this machine from short real runs, and predictions held against real runs."""
+"""Measure the costs of this machine in short real runs, and compare predictions with real runs."""

@@ -1,7 +1,8 @@
-"""Costs of this machine, in seconds, from what short real runs write about themselves.
+"""Costs of this machine in seconds, from the metrics and spans of short real runs.
 
-An iteration of the rollout loop is everything between the starts of two decode steps: the step, which also prefills
-what was just admitted, the exchange of responses for grades, saving. Weight updates and batches are delays.
+An iteration of the rollout loop spans the time between the starts of two decode steps. It contains the step, which
+also prefills newly admitted rollouts, the exchange of responses and grades, and saving. Weight updates and handovers
+of batches count as delays.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from midflight.tracing.reading import read_spans
 from midflight.tracing.spans import SpanRecord
 from midflight.types import Float64Array
 
-_SHORT = 1 / 8  # of the seconds, for runs that only add sizes to a table
+_SHORT = 1 / 8  # length of runs that only add sizes to a table, as a share of a long run
 _FEW_IN_FLIGHT = (4, 16)
 _STEPS_PER_RL_STEP = 4
 _NUM_WARM_UP_STEPS = 3
 _COUNTED_ELSEWHERE = ("update", "preprocess")
 _IDLE = ("wait", "grade")
-_MIN_ITERATIONS = 20  # near one size, for its time to be fitted
+_MIN_ITERATIONS = 20  # iterations near a size that a fit of its time needs
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """`is_long`: of the full length, in which a policy gets as good as in the runs to be predicted."""
+    """One calibration run. A long one has the full length, so that the policy learns as in the runs to be predicted."""
 
     name: str
     colocated: bool
     is_long: bool
-    overrides: tuple[str, ...]  # of the schedule
+    overrides: tuple[str, ...]  # of the recipe's schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What a run measured about itself; spans are those after its first optimizer steps, which are slow."""
+    """Metrics and spans of a run; spans leave out the first optimizer steps, which are slow."""
 
     plan: PlannedRun
     all_lines: list[MetricsLine]
@@ -68,7 +69,7 @@ class RecordedRun:
         return self.all_lines[_NUM_WARM_UP_STEPS:]
 
     def by_rollout(self, key: str) -> list[int]:
-        """`key/by_rollout` of all rollouts that were trained on, from the first step on, siblings side by side."""
+        """Return `key/by_rollout` of all trained rollouts from the first step on, siblings side by side."""
         return [value for line in self.all_lines for value in line[f"{key}/by_rollout"]]
 
     def figures(self) -> dict[str, Any]:
@@ -83,10 +84,10 @@ class RecordedRun:
 
 
 def planned_runs(recipe: Recipe) -> list[PlannedRun]:
-    """One long run for phases at the same time and one for phases in turns, the recipe's own schedule among them.
+    """Return two long runs, one with overlapping phases and one with phases in turns, and several short runs.
 
-    Short ones add other numbers of sequences in flight. Of phases at the same time those drop what is too much, as
-    generation would wait for training otherwise.
+    One of the long runs has the recipe's own schedule. Short runs add other numbers of sequences in flight; if their
+    phases overlap, a full queue drops the oldest rollouts, as generation would otherwise wait for training.
     """
     schedule = recipe_schedule(recipe)
     in_flight = schedule.max_in_flight
@@ -109,9 +110,10 @@ def planned_runs(recipe: Recipe) -> list[PlannedRun]:
 def record_all(
     plans: Sequence[PlannedRun], recipe_path: Path, overrides: Sequence[str], seconds: float, out: Path, report: Report
 ) -> list[RecordedRun]:
-    """All runs, each in a directory of its own in `out`, but for short ones that measured too little.
+    """Record all runs, each in its own directory in `out`, and leave out short runs that measured too little.
 
-    `seconds`: of a long run. Raises: WorkerError if a run fails; BenchmarkError if a long one is too short to measure.
+    `seconds`: duration of a long run.
+    Raises: WorkerError if a run fails; BenchmarkError if a long run is too short to measure.
     """
     recorded: list[RecordedRun] = []
     for number, plan in enumerate(plans, start=1):
@@ -131,7 +133,7 @@ def record_all(
 def record(
     plan: PlannedRun, recipe_path: Path, overrides: Sequence[str], seconds: float, directory: Path
 ) -> RecordedRun:
-    """One run. Raises: WorkerError if it fails; BenchmarkError if it is too short to say anything."""
+    """Record one run. Raises: WorkerError if it fails; BenchmarkError if it is too short to measure."""
     settings = [*RunLength(seconds=seconds).overrides, "trainer.checkpoint_every=1000000000", "eval.num_problems=0"]
     summary = train(recipe_path, directory, [*overrides, *plan.overrides, *settings])
     run = RunDirectory(directory)
@@ -139,7 +141,7 @@ def record(
     if len(lines) < 2 * _NUM_WARM_UP_STEPS:
         raise BenchmarkError(
             f"the run {plan.name} made {len(lines)} optimizer steps in {seconds:g} s, which is not enough to measure;"
-            " a longer --seconds would work"
+            " use a longer --seconds"
         )
     rollout, trainer = read_spans(run.spans("rollout")), read_spans(run.spans(trainer_role(0)))
     start_ns = [span for span in trainer if span[0] == "publish"][_NUM_WARM_UP_STEPS - 1][2]
@@ -149,9 +151,10 @@ def record(
 
 
 def iterations_of(spans: Sequence[SpanRecord], slots_per_token: float = 1.0) -> list[Iteration]:
-    """All iterations but the last, from the spans of a rollout process in order.
+    """Return all iterations but the last, from the spans of a rollout process in order.
 
-    One that ends in waiting has no more than its decode step. Each takes as long as if each slot sampled a token.
+    An iteration that ends in waiting consists of its decode step alone. Seconds are multiplied by `slots_per_token`, as
+    if each slot sampled a token.
     """
     iterations: list[Iteration] = []
     num_before = 0
@@ -162,14 +165,14 @@ def iterations_of(spans: Sequence[SpanRecord], slots_per_token: float = 1.0) -> 
         if not any(span[0] in _IDLE for span in between):
             end = spans[following][1] - sum(span[2] - span[1] for span in between if span[0] in _COUNTED_ELSEWHERE)
         num_seqs = arguments["num_seqs"]
-        if num_seqs:  # else an update went on in a step that sampled nothing
+        if num_seqs:  # 0: a step that only continued an update
             iterations.append(Iteration(num_seqs, (end - start) / 1e9 * slots_per_token, max(0, num_seqs - num_before)))
         num_before = num_seqs
     return iterations
 
 
 def slots_per_token(spans: Sequence[SpanRecord], num_tokens: int) -> float:
-    """Slots in use per sampled token, over a whole run: a slot whose prompt is being prefilled samples none."""
+    """Slots in use per sampled token, over a whole run: a slot samples no token while its prompt is prefilled."""
     num_seqs: int = sum(span[3]["num_seqs"] for span in spans if span[0] == "decode")
     return max(1.0, num_seqs / max(num_tokens, 1))
 
@@ -177,24 +180,26 @@ def slots_per_token(spans: Sequence[SpanRecord], num_tokens: int) -> float:
 def fit_table(
     iterations: Sequence[Iteration], mean_length: float | None = None, num_devices: int = 1
 ) -> TableDecodeConfig:
-    """t(h), linear between powers of two, by least squares; the sum of all iterations is kept.
+    """Fit t(h), linear between powers of two, by least squares; the sum of all iterations is kept.
 
-    With `mean_length`, the mean tokens of a response, what admitting sequences takes is fitted as well and spread
-    over all of their tokens: else a phase that begins with all of them would make full batches look slow.
-    A table's times and rates must not go down from one size to the next. Where noise makes them, the larger size
-    takes the smaller one's.
+    With `mean_length` (mean tokens of a response), the cost of admitting a sequence is fitted as well and spread over
+    the tokens of its response. Otherwise, a phase that admits all sequences at its start would make full batches look
+    slow. Times and rates of a table must not decrease with size: where noise makes them decrease, the larger size
+    takes the value of the smaller size.
     Raises: BenchmarkError if there are too few iterations.
     """
-    rows = np.array([each.num_seqs for each in iterations], np.float64)
-    seconds = np.array([each.seconds for each in iterations])
+    rows = np.array([iteration.num_seqs for iteration in iterations], np.float64)
+    seconds = np.array([iteration.seconds for iteration in iterations])
     sizes = _sizes(rows)
     if not len(sizes):
-        raise BenchmarkError(f"the run took only {len(iterations)} decode steps, which is not enough to measure them")
+        raise BenchmarkError(
+            f"the run took only {len(iterations)} decode steps, which is not enough to measure them; use a longer run"
+        )
     columns = _hats(rows, sizes)
     if mean_length is None:
         times, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
     else:
-        num_new = np.array([each.num_new for each in iterations], np.float64)
+        num_new = np.array([iteration.num_new for iteration in iterations], np.float64)
         fitted, *_ = np.linalg.lstsq(np.column_stack([columns, num_new]), seconds, rcond=None)
         times = fitted[:-1] + max(0.0, fitted[-1]) / mean_length * sizes
     rates = np.maximum.accumulate(sizes / np.maximum.accumulate(times))
@@ -207,13 +212,15 @@ def fit_table(
 
 
 def fit_training(lines: Sequence[MetricsLine], num_devices: int = 1) -> TrainingConfig:
-    """Busy seconds of the steps against their tokens, by least squares; the sum of all steps is kept.
+    """Fit the busy seconds of optimizer steps to their tokens, by least squares; the sum of all steps is kept.
 
-    Tokens are those that carried loss in a forward pass: groups without a gradient are left out of it.
+    Only tokens with a loss in a forward pass count: groups without a gradient need no forward pass.
     Raises: BenchmarkError if there are too few steps.
     """
     if len(lines) < 2:
-        raise BenchmarkError(f"the run took only {len(lines)} optimizer steps, which is not enough to measure them")
+        raise BenchmarkError(
+            f"the run took only {len(lines)} optimizer steps, which is not enough to measure them; use a longer run"
+        )
     computed = np.array([sum(line.get("lag/tokens_by_lag", ())) for line in lines], np.float64)
     busy = np.array([_busy_s(line) for line in lines])
     num_trained = sum(sum(line["length/by_rollout"]) for line in lines)
@@ -232,9 +239,10 @@ def fit_training(lines: Sequence[MetricsLine], num_devices: int = 1) -> Training
 def split_delays(
     rollout: Sequence[SpanRecord], trainer: Sequence[SpanRecord], lines: Sequence[MetricsLine], mean_iteration_s: float
 ) -> DelaysConfig:
-    """Delays of a run whose phases go on at the same time.
+    """Measure the delays of a run whose phases overlap.
 
-    New weights are seen at the start of an iteration, half of one late on average: no delay of the weights.
+    The rollout loop sees new weights at the start of an iteration, half an iteration late on average. This wait is not
+    counted as a delay of the weights.
     """
     handovers = {span[3]["batch"]: span for span in rollout if span[0] == "preprocess"}
     transfer = _adoption_s(rollout, trainer) - _bookkeeping_s(trainer, lines) - mean_iteration_s / 2
@@ -249,7 +257,7 @@ def split_delays(
 def colocated_delays(
     rollout: Sequence[SpanRecord], trainer: Sequence[SpanRecord], lines: Sequence[MetricsLine]
 ) -> DelaysConfig:
-    """Delays of a run in turns: from the last token to the first step, and from the last step to a token."""
+    """Measure the delays of a run in turns: last token to first optimizer step, and last step to next token."""
     decodes = [("decode", span[1], span[2]) for span in rollout if span[0] == "decode" and span[3]["num_seqs"]]
     trains = [("train", span[1], span[2]) for span in trainer if span[0] in ("train", "publish")]
     gaps: dict[str, list[float]] = {"decode": [], "train": []}
@@ -265,13 +273,13 @@ def _pipeline(num_in_flight: int) -> tuple[str, ...]:
 
 
 def _restarted(kind: str) -> tuple[str, ...]:
-    """A schedule with nothing of the recipe's own: keys go with a type that changes."""
+    """Overrides that reset the schedule to the defaults of `kind`: a change of type discards the recipe's keys."""
     other = "pipeline" if kind == "conventional" else "conventional"
     return (f"schedule.type={other}", f"schedule.type={kind}")
 
 
 def _sizes(rows: Float64Array) -> Float64Array:
-    """Powers of two up to the most rows, and those themselves, that enough iterations are near to."""
+    """Sizes to fit: powers of two up to the largest row, and that row, each with enough iterations near it."""
     if not len(rows):
         return rows
     largest = int(rows.max())
@@ -282,12 +290,12 @@ def _sizes(rows: Float64Array) -> Float64Array:
 
 
 def _hats(rows: Float64Array, sizes: Float64Array) -> Float64Array:
-    """Shapes: `[iterations, sizes]`: how much of each iteration belongs to each size; rows add up to 1."""
+    """Weights of linear interpolation, `[iterations, sizes]`: share of each iteration per size; rows add up to 1."""
     return np.column_stack([np.interp(rows, sizes, unit) for unit in np.eye(len(sizes))])
 
 
 def _adoption_s(rollout: Sequence[SpanRecord], trainer: Sequence[SpanRecord]) -> float:
-    """Mean seconds from weights being published to the engine starting to take them."""
+    """Mean time from the publication of weights to the start of the engine's update (seconds)."""
     published = np.array([span[2] for span in trainer if span[0] == "publish"], np.float64)
     updates = np.array([span[1] for span in rollout if span[0] == "update"], np.float64)
     newest = np.searchsorted(published, updates, side="right") - 1
@@ -297,14 +305,14 @@ def _adoption_s(rollout: Sequence[SpanRecord], trainer: Sequence[SpanRecord]) ->
 
 
 def _bookkeeping_s(trainer: Sequence[SpanRecord], lines: Sequence[MetricsLine]) -> float:
-    """Mean seconds that the trainer goes on with a step after it has published its weights."""
+    """Mean time that the trainer stays busy with a step after it has published its weights (seconds)."""
     spans = [span for span in trainer if span[0] in ("train", "publish")]
     num_steps = sum(span[0] == "train" for span in spans)
     return max(0.0, _mean(map(_busy_s, lines)) - sum(map(_seconds, spans)) / max(num_steps, 1))
 
 
 def _grading_s(lines: Sequence[MetricsLine]) -> float:
-    """Mean seconds from a response's end to its grade: those that wait over those that end a second (Little's law)."""
+    """Mean time from a response's end to its grade (seconds): waiting rollouts / rollouts per second (Little's law)."""
     num_ended = sum(len(line["length/by_rollout"]) for line in lines)
     seconds = sum(line["time/step_s"] for line in lines)
     num_waiting = _mean(line["queue/ungraded_rollouts"] for line in lines)
@@ -312,7 +320,7 @@ def _grading_s(lines: Sequence[MetricsLine]) -> float:
 
 
 def _preprocess_s(handovers: dict[int, SpanRecord], trainer: Sequence[SpanRecord]) -> float:
-    """Mean seconds from a batch being handed over to its step, where the trainer was waiting for it."""
+    """Mean time from a batch's handover to its optimizer step, if the trainer was waiting for the batch (seconds)."""
     waiting_since: int | None = None
     latencies: list[float] = []
     for name, start, _, arguments in trainer:

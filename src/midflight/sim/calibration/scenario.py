@@ -1,8 +1,8 @@
 """Calibration: short real runs of a recipe -> the scenario they measured, as a file and as text.
 
-Costs change while a policy learns: responses get longer, and groups whose rewards are all equal need no forward pass.
-So training, delays and lengths are those of the long runs, which should last as long as what is to be predicted. All
-that the short ones add is how fast engines are with other numbers of sequences in flight.
+Costs change while a policy learns: responses get longer, and groups with equal rewards need no forward pass. So
+training, delays and lengths come from the long runs, which should last as long as the runs to be predicted. The short
+runs only add the speed of engines with other numbers of sequences in flight.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from midflight.sim.calibration.measure import (
 )
 from midflight.sim.costs import RateTable
 
-_MAX_LENGTHS = 65_536  # rollouts in the file
-_BUSY = 0.5  # cores that others are using
+_MAX_LENGTHS = 65_536  # largest number of rollouts in the file of lengths
+_BUSY = 0.5  # load average above which other programs disturb the measurement (cores)
 _OURS = {"run.directory": "--out-runs"} | dict.fromkeys(
     ("trainer.max_seconds", "trainer.max_steps", "trainer.checkpoint_every"), "--seconds"
 )
@@ -53,25 +53,25 @@ AnySection = TypeVar("AnySection", bound=Section)
 def calibrate(
     recipe_path: Path, overrides: Sequence[str], seconds: float, runs: Path | None, report: Report
 ) -> tuple[Scenario, dict[str, Any]]:
-    """The scenario that was measured, and the same figures with what they were measured on and from.
+    """Measure a scenario; return it, and the same figures with the machine, the recipe and the runs.
 
-    `seconds`: of each long run. `runs`: where the runs are left, new or empty; nowhere if None.
-    Raises: before anything is started, RecipeError or ModelError, whatever any of the runs would end with, or for what
-        cannot be measured, and RunDirectoryError if `runs` holds something; then WorkerError if a run fails and
-        BenchmarkError if one is too short.
+    `seconds`: duration of each long run. `runs`: new or empty directory to keep the runs in; None deletes them.
+    Raises: before the first run, RecipeError or ModelError if a run would fail with it or cannot be measured, and
+        RunDirectoryError if `runs` is not empty; later, WorkerError if a run fails and BenchmarkError if a run is too
+        short.
     """
     RunLength(seconds=seconds).check()
     check_overrides(overrides, _OURS, "calibration")
     recipe = load_recipe(recipe_path, overrides)
     if recipe.engine.type == "http":
-        raise RecipeError("engine.type = 'http': nobody starts servers for a calibration; 'embedded' would work")
+        raise RecipeError("engine.type = 'http': calibration starts no servers; use 'embedded'")
     check_recipe(recipe)
     plans = planned_runs(recipe)
     for plan in plans:
         check_recipe(load_recipe(recipe_path, [*overrides, *plan.overrides]))
     machine = describe_machine()
     if float(machine["load_average_1min"]) > _BUSY:
-        report(f"this machine is busy (load average {machine['load_average_1min']}): it will look slower than it is")
+        report(f"this machine is busy (load average {machine['load_average_1min']}): it will be measured as too slow")
     with tempfile.TemporaryDirectory(prefix="midflight-runs-") as temporary:
         if runs:
             create_directory(runs)
@@ -92,13 +92,16 @@ def calibrate(
 
 
 def scenario_of(recipe: Recipe, recorded: Sequence[RecordedRun]) -> Scenario:
-    """The first run of each way is the long one. Raises: BenchmarkError if a run is too short to measure."""
-    at_once = [run for run in recorded if not run.plan.colocated]
+    """Build the scenario from recorded runs; the first run of each kind (overlapping, in turns) is the long one.
+
+    Raises: BenchmarkError if a run is too short to measure.
+    """
+    overlapping = [run for run in recorded if not run.plan.colocated]
     in_turns = [run for run in recorded if run.plan.colocated]
-    long, long_in_turns, group_size = at_once[0], in_turns[0], recipe.batch.group_size
+    long, long_in_turns, group_size = overlapping[0], in_turns[0], recipe.batch.group_size
     engine_devices, trainer_devices = _devices(recipe)
     num_devices = engine_devices + trainer_devices
-    mean_iteration_s = statistics.fmean(each.seconds for each in long.iterations) if long.iterations else 0.0
+    mean_iteration_s = statistics.fmean(step.seconds for step in long.iterations) if long.iterations else 0.0
     mean_length = statistics.fmean(length for run in in_turns for length in run.by_rollout("length"))
     return Scenario(
         cluster=ClusterConfig(num_gpus=num_devices, num_engines=1),
@@ -109,9 +112,9 @@ def scenario_of(recipe: Recipe, recorded: Sequence[RecordedRun]) -> Scenario:
         ),
         lengths=_lengths_section(long, group_size),
         schedule=recipe.schedule,
-        decode=fit_table([each for run in at_once for each in run.iterations], None, engine_devices),
+        decode=fit_table([step for run in overlapping for step in run.iterations], None, engine_devices),
         training=_rounded(fit_training(long.lines, trainer_devices)),
-        colocated_decode=fit_table([each for run in in_turns for each in run.iterations], mean_length, num_devices),
+        colocated_decode=fit_table([step for run in in_turns for step in run.iterations], mean_length, num_devices),
         colocated_training=_rounded(fit_training(long_in_turns.lines, num_devices)),
         delays=_rounded(split_delays(long.rollout, long.trainer, long.lines, mean_iteration_s)),
         colocated_delays=_rounded(colocated_delays(long_in_turns.rollout, long_in_turns.trainer, long_in_turns.lines)),
@@ -120,7 +123,7 @@ def scenario_of(recipe: Recipe, recorded: Sequence[RecordedRun]) -> Scenario:
 
 
 def write_scenario(path: Path, scenario: Scenario) -> None:
-    """The scenario as TOML, and the lengths of all rollouts in a file beside it.
+    """Write the scenario as TOML, and the lengths of all rollouts to a file beside it.
 
     Raises: RunDirectoryError if either cannot be written.
     """
@@ -131,7 +134,7 @@ def write_scenario(path: Path, scenario: Scenario) -> None:
 
 
 def rate_tables(scenario: Scenario) -> dict[str, RateTable]:
-    """U(h) of a calibrated scenario, by how its engine runs."""
+    """Tables of U(h) of a calibrated scenario, by label: overlapping phases ("at the same time") and "in turns"."""
     sections = {"at the same time": scenario.decode, "in turns": scenario.colocated_decode}
     return {
         label: RateTable(decode.sizes, decode.rates)
@@ -141,13 +144,13 @@ def rate_tables(scenario: Scenario) -> dict[str, RateTable]:
 
 
 def calibration_text(scenario: Scenario) -> str:
-    """The table of a calibrated scenario, and its other costs."""
+    """Render the tables of a calibrated scenario and its other costs."""
     tables = rate_tables(scenario)
     rates = [dict(zip(table.sizes, table.rates, strict=True)) for table in tables.values()]
     rows = [["", *tables]]
     for size in sorted(set().union(*rates)):
         rows.append([str(size), *(f"{known[size]:,.0f}" if size in known else "-" for known in rates)])
-    lines = ["sampled tokens a second, by sequences in flight", text_table(rows)]
+    lines = ["sampled tokens per second, by sequences in flight", text_table(rows)]
     trainings = (scenario.training, scenario.colocated_training or scenario.training)
     delays = (scenario.delays, scenario.colocated_delays or scenario.delays)
     for label, training, section in zip(tables, trainings, delays, strict=True):
@@ -156,7 +159,7 @@ def calibration_text(scenario: Scenario) -> str:
 
 
 def _devices(recipe: Recipe) -> tuple[int, int]:
-    """Devices of an engine and of the trainer while both are at work: cores on a CPU, else one each per rank."""
+    """Devices of the engine and of the trainer while both work: cores on a CPU, else 1 and one per rank."""
     engine, trainer = recipe.engine, recipe.trainer
     of_engine = num_threads(engine.threads, colocated=False) if engine.device == "cpu" else 1
     if trainer.device != "cpu":
@@ -173,9 +176,10 @@ def _filter_rate(run: RecordedRun, group_size: int) -> float:
 
 
 def _lengths_section(run: RecordedRun, group_size: int) -> ListedLengthsConfig:
-    """As many whole groups as fit a file, evenly over the run, so that siblings stay together.
+    """List the lengths of whole groups, spread evenly over the run, up to the file's limit.
 
-    Which of them have a gradient is part of it: those with long responses have one more often, and ever fewer do.
+    The list also says which groups have a gradient. Groups with long responses have a gradient more often, and fewer
+    groups have one as the policy learns.
     """
     lengths, has_gradient = run.by_rollout("length"), run.by_rollout("has_gradient")
     num_groups = -(-len(lengths) // group_size)
@@ -193,14 +197,14 @@ def _rounded(section: AnySection) -> AnySection:
 
 
 def _four_digits(value: float) -> float:
-    """More digits than are known."""
+    """Round to four significant digits, more than a measurement gives."""
     return float(f"{value:.4g}")
 
 
 def _training_text(training: TrainingConfig) -> str:
     return (
-        f"{1e3 * training.time_per_step:.2f} ms a step, {1e6 * training.time_per_token:.1f} us a token and device,"
-        f" {100 * training.without_gradient_fraction:.0f} % of the tokens without a gradient"
+        f"{1e3 * training.time_per_step:.2f} ms per step, {1e6 * training.time_per_token:.1f} us per token on one"
+        f" device, {100 * training.without_gradient_fraction:.0f} % of the tokens without a gradient"
     )
 
 

@@ -1,7 +1,7 @@
-"""Whether the simulator, fed with a calibrated scenario, foretells what real runs of the recipe then do.
+"""Validation: compare the simulator's predictions from a calibrated scenario with real runs of the recipe.
 
-Predictions are made before the runs, from the scenario and their length alone. The runs have a seed of their own, so
-that they are asked other problems than those the calibration measured.
+Predictions are made before the runs, from the scenario and the length of the runs alone. The runs use another seed than
+the calibration, so that they get other problems.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from midflight.report.machine import describe_machine
 from midflight.report.text_table import text_table
 
 FIGURES = ("trained_tokens_per_s", "mean_lag", "max_lag")
-_FIRST_GUESS = 256  # optimizer steps
+_FIRST_GUESS = 256  # optimizer steps to simulate at first
 
 Figures = dict[str, float]
 
@@ -32,10 +32,11 @@ Figures = dict[str, float]
 def validate(
     scenario: Scenario, recipe_path: Path, variants: Sequence[Variant], seconds: float, report: Report
 ) -> dict[str, Any]:
-    """A row per schedule: predicted, measured, and relative errors, None where 0 was measured and not predicted.
+    """Return a row per schedule: predicted and measured figures, and relative errors.
 
-    Raises: before anything is started, RecipeError or ModelError, whatever any of the runs would end with, and
-        ScenarioError if the scenario is not of this recipe and in seconds; then WorkerError if a run fails.
+    An error is None if 0 was measured but not predicted.
+    Raises: before the first run, RecipeError or ModelError if a run would fail with it, and ScenarioError if the
+        scenario is for another recipe or not in seconds; later, WorkerError if a run fails.
     """
     RunLength(seconds=seconds).check()
     recipes = [load_recipe(recipe_path, variant.overrides) for variant in variants]
@@ -55,17 +56,17 @@ def validate(
     rows = [
         {
             "schedule": variant.text,
-            "predicted": foretold,
-            "measured": found,
-            "error": {figure: _relative(foretold[figure], found[figure]) for figure in FIGURES},
+            "predicted": expected,
+            "measured": actual,
+            "error": {figure: _relative(expected[figure], actual[figure]) for figure in FIGURES},
         }
-        for variant, foretold, found in zip(variants, predicted, measured, strict=True)
+        for variant, expected, actual in zip(variants, predicted, measured, strict=True)
     ]
     return {"machine": machine, "recipe": str(recipe_path), "seconds": seconds, "rows": rows}
 
 
 def predict(scenario: Scenario, recipe: Recipe, seconds: float) -> Figures:
-    """Figures of a run of the recipe's schedule, from its first step to the first that ends after `seconds`."""
+    """Predict the figures of a run of the recipe's schedule, up to the first step that ends after `seconds`."""
     num_steps = _FIRST_GUESS
     while True:
         simulation = SimulationConfig(
@@ -82,7 +83,7 @@ def predict(scenario: Scenario, recipe: Recipe, seconds: float) -> Figures:
 
 
 def validation_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line per schedule and figure."""
+    """Render the rows as a table, one line per schedule and figure."""
     table = [["schedule", "figure", "predicted", "measured", "error"]]
     for row in rows:
         for figure, error in row["error"].items():
@@ -94,13 +95,15 @@ def validation_table(rows: Sequence[dict[str, Any]]) -> str:
 def _check_same(scenario: Scenario, recipe: Recipe) -> None:
     if scenario.simulation.time_unit != "s":
         raise ScenarioError(
-            f"simulation.time_unit = {scenario.simulation.time_unit!r}: runs are measured in seconds; a scenario that"
-            " `midflight calibrate` wrote would work"
+            f"simulation.time_unit = {scenario.simulation.time_unit!r}: runs are measured in seconds; use a scenario"
+            " written by `midflight calibrate`"
         )
     for key in ("batch_size", "group_size"):
         ours, theirs = getattr(scenario.batch, key), getattr(recipe.batch, key)
         if ours != theirs:
-            raise ScenarioError(f"batch.{key} = {ours}, and the recipe has {theirs}: it was calibrated for another one")
+            raise ScenarioError(
+                f"batch.{key} = {ours}, but the recipe has {theirs}: use a scenario calibrated for this recipe"
+            )
 
 
 def _relative(predicted: float, measured: float) -> float | None:

@@ -1,1 +1,1 @@
-"""What rates and lags are in the steady state, in closed form."""
+"""Rates and lags in the steady state, as closed formulas."""

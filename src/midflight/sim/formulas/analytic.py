@@ -1,7 +1,7 @@
-"""How fast each schedule would be and how old its tokens: closed formulas.
+"""Speed and lag of each schedule, as closed formulas.
 
-Source: PipelineRL, appendix A, with what it leaves out: training that takes time, delays, and rollouts that wait.
-`max_lag_paper` is the paper's figure.
+Source: PipelineRL, appendix A, extended by training time, delays and waiting rollouts, which the paper leaves out.
+`max_lag_paper` is the paper's own value.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ from midflight.sim.formulas.steady_state import Queue, steady_states
 from midflight.sim.workload import Workload
 from midflight.types import Int64Array
 
-_ROUNDING = 1e-9  # 132.00000000000003 optimizer steps are 132
+_ROUNDING = 1e-9  # so that 132.00000000000003 optimizer steps are not rounded up to 133
 _NO_QUEUE = Queue()
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Rates are trained tokens per unit of time, lags are in optimizer steps."""
+    """Predicted speed and lag of one schedule on one split; rates in trained tokens per unit of time, lags in steps."""
 
-    num_engines: int  # that generate
+    num_engines: int
     num_training_gpus: int
-    num_in_flight: int | None  # sequences on each engine; None: a batch as a whole
-    steps_per_rl_step: int  # 1 of the pipeline
+    num_in_flight: int | None  # sequences per engine; None if a whole batch starts at once
+    steps_per_rl_step: int  # 1 for the pipeline
     rate: float
-    generation_rate: float  # if it never had to wait for training
-    training_rate: float  # if it never had to wait for generation
+    generation_rate: float  # if generation never had to wait for training
+    training_rate: float  # if training never had to wait for generation
     period: float  # time per optimizer step
-    trainer_share: float  # of the time, that the trainer works
-    in_flight_steps: float  # n: while the longest response is generated; 0 if no weights change meanwhile
-    lag_bound: float  # of a token, before it is rounded up to whole steps
+    trainer_share: float  # share of the time in which the trainer is busy
+    in_flight_steps: float  # n: optimizer steps during the longest response; 0 if weights do not change in flight
+    lag_bound: float  # largest lag of a token, before rounding up to whole steps
     max_lag_paper: int
     mean_lag: float
-    dropped_share: float = 0.0  # of generated rollouts
+    dropped_share: float = 0.0  # share of generated rollouts
 
     @property
     def max_lag(self) -> float:
-        """Whole optimizer steps; infinite if lag grows without limit."""
+        """Largest lag of a token in whole optimizer steps; infinite if lag grows without limit."""
         return self.lag_bound if math.isinf(self.lag_bound) else int(whole_steps(self.lag_bound))
 
 
 def whole_steps(lags: npt.ArrayLike) -> Int64Array:
-    """Rounded up, elementwise."""
-    whole: Int64Array = np.ceil(np.asarray(lags, np.float64) - _ROUNDING).astype(np.int64)
-    return whole
+    """Return `lags` rounded up to whole steps, elementwise."""
+    steps: Int64Array = np.ceil(np.asarray(lags, np.float64) - _ROUNDING).astype(np.int64)
+    return steps
 
 
 def conventional(workload: Workload, steps_per_rl_step: int) -> Estimate:
-    """All GPUs generate G batches, then all train on them, in turns.
+    """Estimate conventional RL: all GPUs generate G batches, then all GPUs train on them.
 
-    An RL step takes one after another: generation of G B rollouts, preprocess of the first batch (that of others goes
-    on beside training), G training times, transfer, update_pause. Engines stand still anyway while batches are made
-    up. Batch j of 0 ... G - 1 has lag j. Fluid: with few rollouts on an engine it waits for the longest possible one.
-    Raises: ScenarioError if GPUs do not divide into engines, or an engine's share is beyond the cost's table.
+    The duration of an RL step is the sum of: generation of G B rollouts, preprocess of the first batch (later batches
+    are preprocessed during training), G training times, transfer, update_pause. Batches are assembled while engines
+    are idle anyway, so handover_pause does not count. Batch j of 0 ... G - 1 has lag j. The model is fluid: with few
+    rollouts per engine, it assumes that each engine waits for the longest possible response.
+    Raises: ScenarioError if GPUs do not divide into engines, or an engine's share is beyond the table of rates.
     """
     engines = workload.num_colocated_engines
     generation = _generation_time(workload, steps_per_rl_step, engines)
@@ -75,12 +76,12 @@ def conventional(workload: Workload, steps_per_rl_step: int) -> Estimate:
 
 
 def one_step_off(workload: Workload, steps_per_rl_step: int, num_engines: int) -> Estimate:
-    """Some GPUs generate the next G batches while the others train on the last G; weights change in between.
+    """Estimate one-step-off RL: engines generate the next G batches while the other GPUs train on the last G.
 
-    RL step k + 2 is generated after RL step k is trained on. So an RL step takes as long as the slower of generation
-    (with its pauses) and G training times, or half of both with transfer and preprocess, whichever is longest. Fluid,
-    as conventional RL is.
-    Raises: ScenarioError if no GPU is left to train, or an engine's share is beyond the cost's table.
+    Weights change only between RL steps, and RL step k + 2 is generated after training on RL step k. So an RL step
+    lasts as long as the longest of three: generation with its pauses; G training times; half the sum of generation,
+    training, transfer and preprocess. The model is fluid, as for conventional RL.
+    Raises: ScenarioError if no GPU is left for training, or an engine's share is beyond the table of rates.
     """
     workload.check_num_engines(num_engines)
     generation = _generation_time(workload, steps_per_rl_step, num_engines) + workload.pause
@@ -98,10 +99,10 @@ def one_step_off(workload: Workload, steps_per_rl_step: int, num_engines: int) -
 
 
 def pipeline(workload: Workload, num_in_flight: int, num_engines: int, queue: Queue = _NO_QUEUE) -> Estimate:
-    """Engines always have H sequences in flight and adopt weights after each optimizer step; see `steady`.
+    """Estimate the pipeline: H sequences in flight per engine, new weights after each step; see `steady_state`.
 
-    If training is the slower one and nothing limits how many rollouts wait, lag is infinite: it grows and grows.
-    Raises: ScenarioError if no GPU is left to train, or H is beyond the cost's table.
+    If training is slower than generation and the queue has no capacity, lag grows without limit and is infinite.
+    Raises: ScenarioError if no GPU is left for training, or H is beyond the table of rates.
     """
     workload.check_num_engines(num_engines)
     states = steady_states(workload, np.array([num_engines]), num_in_flight, queue)
@@ -116,7 +117,7 @@ def pipeline(workload: Workload, num_in_flight: int, num_engines: int, queue: Qu
 
 
 def _generation_time(workload: Workload, steps_per_rl_step: int, num_engines: int) -> float:
-    share = workload.batch_size * steps_per_rl_step / num_engines  # that each engine starts with
+    share = workload.batch_size * steps_per_rl_step / num_engines  # rollouts that each engine starts with
     return drain(workload.lengths, workload.step_cost, share).duration
 
 
@@ -128,7 +129,10 @@ def _in_phases(
     training_rate: float,
     lags: tuple[int, float],
 ) -> Estimate:
-    """`split`: engines, training GPUs; `times` of an RL step: generation, training, all of it; `lags`: max, mean."""
+    """Build an estimate.
+
+    `split`: engines, training GPUs. `times`: generation, training, total of an RL step. `lags`: max, mean.
+    """
     generation, training, duration = times
     tokens = steps_per_rl_step * workload.batch_tokens
     return Estimate(

@@ -1,6 +1,6 @@
-"""A batch that is generated as a whole: its short responses finish first, and the engine runs ever emptier.
+"""Draining batch: all sequences start together, short responses finish first, and the engine runs emptier and emptier.
 
-Fluid: at its l-th token a batch of h sequences has h P(length >= l) of them, whole or not.
+The model is fluid: at the l-th token, h P(length >= l) of h sequences are still in flight, possibly a fraction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from midflight.types import Float64Array
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """One engine and its share of a batch. Shapes: active, times [L], sequences at, and time of, the l-th token."""
+    """One engine and its share of a batch. Shapes: active [L] sequences at the l-th token, times [L] of that step."""
 
     active: Float64Array
     times: Float64Array
@@ -27,7 +27,7 @@ class Draining:
 
 
 def drain(lengths: LengthDistribution, cost: StepCost, num_sequences: float) -> Draining:
-    """`num_sequences` started at once on an engine, none after them. Raises: ScenarioError past the cost's table."""
+    """Start `num_sequences` on an engine, add none. Raises: ScenarioError if they are beyond the table of rates."""
     active = num_sequences * lengths.survival
     held = active * np.arange(lengths.max)
     return Draining(active, cost.step_times(active) + cost.per_token * held)

@@ -1,6 +1,6 @@
-"""Where the pipeline is faster than conventional RL at the same max lag, and how many times as fast.
+"""Speed-up of the pipeline over conventional RL at the same max lag.
 
-On long fronts both are compared at some 400 lags, and then at all lags around the one that is asked for.
+On long fronts, the two are compared at about 400 lags first, then at every lag around the one in question.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Trained tokens per unit of time by max lag. Shapes: all [P]; conventional rates NaN where not known."""
+    """Trained tokens per unit of time by max lag. Shapes: all [P]; a conventional rate is NaN if it is not known."""
 
     lags: Int64Array
     rates: Float64Array
@@ -33,7 +33,7 @@ class Curve:
 
 
 def most_steps_per_rl_step(colocated: Workload) -> float:
-    """G of conventional RL before engines hold more than their step cost is known for; 0 if GPUs are left over."""
+    """Largest G of conventional RL with a known step cost; 0 if the GPUs do not divide into engines."""
     if colocated.num_gpus % colocated.gpus_per_engine:
         return 0
     most = colocated.step_cost.max_in_flight * colocated.num_colocated_engines / colocated.batch_size
@@ -41,14 +41,14 @@ def most_steps_per_rl_step(colocated: Workload) -> float:
 
 
 def speed_curve(front: ParetoFront, colocated: Workload) -> Curve:
-    """At up to 400 lags of the front, close together where lag is low."""
+    """Return the curve at up to 400 lags of the front, denser at low lag."""
     indices = spread(len(front), _NUM_CURVE_POINTS)
     lags = front.lags[indices]
     return Curve(lags, front.rates[indices], _conventional_rates(lags, colocated))
 
 
 def largest_gain(front: ParetoFront, colocated: Workload) -> int | None:
-    """Index of the split that is the most times as fast as conventional RL at its lag."""
+    """Index of the split with the largest speed-up over conventional RL at the same lag; None if none is known."""
     indices = spread(len(front), _NUM_CURVE_POINTS)
     gains = front.rates[indices] / _conventional_rates(front.lags[indices], colocated)
     if np.isnan(gains).all():
@@ -60,7 +60,7 @@ def largest_gain(front: ParetoFront, colocated: Workload) -> int | None:
 
 
 def first_win(front: ParetoFront, colocated: Workload) -> int | None:
-    """The least max lag at which a split is faster than conventional RL; None if there is none."""
+    """Smallest max lag at which a split is faster than conventional RL; None if there is none."""
     indices = spread(len(front), _NUM_CURVE_POINTS)
     wins = front.rates[indices] > _conventional_rates(front.lags[indices], colocated)
     if not wins.any():
@@ -72,9 +72,10 @@ def first_win(front: ParetoFront, colocated: Workload) -> int | None:
 
 
 def crossover(workload: Workload, colocated: Workload) -> float | None:
-    """The max lag g from which on the pipeline is faster, if that is low: g (g + 1) = N t(0+) L / (tau B Lbar).
+    """Max lag g above which the pipeline is faster, approximated for low g: g (g + 1) = N t(0+) L / (tau B Lbar).
 
-    Not for delays or training times of whole steps. None if training takes no time, or costs differ in turns.
+    The formula ignores delays and train_time_per_step. None if training takes no time, or if the colocated costs
+    differ.
     """
     training = workload.train_time_per_token * workload.batch_tokens
     emptiest = float(workload.step_cost.step_times(1e-6))
@@ -86,7 +87,7 @@ def crossover(workload: Workload, colocated: Workload) -> float | None:
 
 
 def spread(length: int, num: int) -> Int64Array:
-    """Indices from 0 to `length` - 1, at most `num` of them, with growing steps."""
+    """Return at most `num` indices from 0 to `length` - 1, with growing steps."""
     if length <= num:
         return np.arange(length)
     return np.unique(np.round(np.geomspace(1, length, num)).astype(np.int64)) - 1

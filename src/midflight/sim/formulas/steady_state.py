@@ -1,15 +1,18 @@
-"""The pipeline's steady state for all splits of the GPUs at once: speed and lag.
+"""Steady state of the pipeline for all splits of the GPUs at once: speed and lag.
 
-    D    period, time per optimizer step        n    optimizer steps while the longest response is generated
-    rho  trainer's share of D that it works     x    delays, in periods
+    D    period, time per optimizer step        n    optimizer steps during the longest response
+    rho  share of D in which the trainer works  x    delays, in periods
 
-Between a token and the optimizer step that trains on it lie the rest of its sequence, a wait until its batch is
-complete (half a period on average), and the delays. Counted in the optimizer steps that end meanwhile, that is a mean
-lag of mean age * n + rho + x, and n + rho + x at most: the last step to end did so 1 - rho before this one starts.
+Three things happen between a token and the optimizer step that trains on it: the rest of its sequence is sampled, the
+batch fills up (half a period on average), and the delays pass. The lag is the number of optimizer steps that end in
+that time. Its mean is mean age * n + rho + x, its maximum n + rho + x: the last step to end did so 1 - rho periods
+before this one starts.
 
-If training is the slower one, rho is 1 and rollouts wait. With a queue of Q that blocks, slots stay empty until the a
-of H I that are left make as much as is trained: I U(a / I) = r_train. What finishes then has Q + H I - a before it, of
-which B leave in a period. A ring of Q that drops the oldest is always full, and what is trained on is the oldest B.
+If training is slower than generation, rho is 1 and rollouts wait in a queue of capacity Q:
+
+- A queue that blocks leaves slots empty until the a of H I slots that stay active produce as much as is trained:
+  I U(a / I) = r_train. A rollout that finishes then has Q + H I - a rollouts before it, and B of them leave per period.
+- A queue that drops the oldest is always full, and a batch is its oldest B rollouts.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from midflight.types import Float64Array, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Finished rollouts that wait to be trained on; without a `capacity` they are never too many."""
+    """Queue of finished rollouts before the trainer; unbounded if `capacity` is None."""
 
     capacity: int | None = None  # Q, rollouts; at least a batch
     when_full: Literal["block", "drop_oldest"] = "block"
@@ -34,10 +37,11 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class SteadyStates:
-    """Rows are numbers of engines, columns 1 ... max_in_flight sequences on each.
+    """Steady state of each split: rows are numbers of engines, columns are 1 ... max_in_flight sequences per engine.
 
-    Shapes: training_rate [I, 1]; everything else [I, H].
-    Units: rates tokens per unit of time, trained or, of generation, if it never had to wait; lags optimizer steps.
+    Shapes: training_rate [I, 1]; all other fields [I, H].
+    Units: rates in tokens per unit of time, generation_rate and training_rate as if that side never had to wait; lags
+        in optimizer steps.
     """
 
     rate: Float64Array
@@ -46,18 +50,21 @@ class SteadyStates:
     period: Float64Array
     trainer_share: Float64Array  # rho
     in_flight_steps: Float64Array  # n
-    lag_bound: Float64Array  # before it is rounded up to whole steps
+    lag_bound: Float64Array  # before rounding up to whole steps
     mean_lag: Float64Array
-    dropped_share: Float64Array  # of sequences
+    dropped_share: Float64Array  # share of generated rollouts
 
 
 def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: int, queue: Queue) -> SteadyStates:
-    """Of 1 ... `max_in_flight` sequences on each of `num_engines` [I]. Raises: ScenarioError past the cost's table."""
+    """Return the states of 1 ... `max_in_flight` sequences per engine, for each of `num_engines` [I].
+
+    Raises: ScenarioError if `max_in_flight` is beyond the table of rates.
+    """
     engines = num_engines[:, None].astype(np.float64)
     step_times = workload.steady_step_times(np.arange(1, max_in_flight + 1))
     speeds = engines * (np.arange(1, max_in_flight + 1) / step_times)
     training = workload.training_times(workload.num_gpus - engines * workload.gpus_per_engine)
-    # Of a ring, the next batch is only taken once engines can have the last one's weights.
+    # A queue that drops the oldest hands out the next batch only after the previous batch's weights can be adopted.
     unavailable = workload.transfer + workload.preprocess if queue.when_full == "drop_oldest" else 0.0
     generation_period = workload.batch_tokens / speeds + workload.pause
     training_period = training + unavailable
@@ -65,13 +72,13 @@ def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: in
     share = training / period
     delay = share + (workload.transfer + workload.preprocess) / period
     in_flight_steps = workload.lengths.max * step_times / (period - workload.pause)
-    # Steps in flight, optimizer steps between a sequence's end and its training, at most and on average, and the share
-    # of sequences that are dropped.
+    # Steps in flight; optimizer steps from a sequence's end to its training, largest and mean; share of dropped
+    # sequences.
     waits: tuple[Float64Array, ...] = (in_flight_steps, delay, delay, np.zeros_like(period))
     waiting = generation_period <= training_period
     if waiting.any():
-        late = _waits_for_trainer(workload, engines, step_times, period, queue)
-        waits = tuple(np.where(waiting, *both) for both in zip(late, waits, strict=True))
+        with_waiting = _waits_for_trainer(workload, engines, step_times, period, queue)
+        waits = tuple(np.where(waiting, *both) for both in zip(with_waiting, waits, strict=True))
     in_flight_steps, longest, mean, dropped = waits
     unlimited = np.full_like(training_period, math.inf)
     return SteadyStates(
@@ -90,31 +97,33 @@ def steady_states(workload: Workload, num_engines: Int64Array, max_in_flight: in
 def _waits_for_trainer(
     workload: Workload, engines: Float64Array, step_times: Float64Array, period: Float64Array, queue: Queue
 ) -> tuple[Float64Array, ...]:
-    """As in `steady_states`, valid where generation is not the slower one. Shapes: all [I, H]."""
+    """Return the same four arrays as `waits` there, valid where training is the slower side. Shapes: all [I, H]."""
     batch_size, decoding = workload.batch_size, period - workload.pause
     slots = np.arange(1, len(step_times) + 1)
     in_flight_steps = workload.lengths.max * step_times / decoding
-    nothing = np.zeros_like(period)
+    no_drops = np.zeros_like(period)
     if queue.capacity is None:
-        forever = np.full_like(period, math.inf)
-        return in_flight_steps, forever, forever, nothing
+        unlimited = np.full_like(period, math.inf)
+        return in_flight_steps, unlimited, unlimited, no_drops
     if queue.when_full == "drop_oldest":
         arrivals = engines * slots / step_times * decoding / workload.lengths.mean  # rollouts in a period
         mean = (queue.capacity - batch_size / 2) / arrivals + 0.5
         return in_flight_steps, queue.capacity / arrivals + 1, mean, 1 - batch_size / arrivals
     active = _active_slots(workload, step_times, workload.batch_tokens / (engines * decoding))
-    # Preprocessing is over before a batch's turn comes. Until weights arrive, the queue does not shrink either: the
-    # versions that tokens miss by that are those that they wait less.
+    # Preprocessing of a batch ends before its training is due, so it adds no lag. Nor does the transfer: tokens sampled
+    # before the weights arrive lack that version, and wait correspondingly less, as the queue does not shrink until
+    # then.
     waiting = ((slots - active) * engines + queue.capacity) / batch_size
     in_flight_steps = active * engines * workload.lengths.max / workload.batch_tokens
-    return in_flight_steps, waiting + 1, waiting + 0.5, nothing
+    return in_flight_steps, waiting + 1, waiting + 0.5, no_drops
 
 
 def _active_slots(workload: Workload, step_times: Float64Array, rates: Float64Array) -> Float64Array:
-    """The a <= H with U(a) = rate of an engine, the largest one, `[I, H]`.
+    """Return the largest a <= H with U(a) = the required rate of an engine, `[I, H]`.
 
-    Emptied from H slots, an engine is there first; where padding makes U go up and down, there are others. Between two
-    whole numbers of sequences t is linear, t(j) = t(j + 1) - slope, or jumps right after j where a padded size begins.
+    Padding makes U go up and down, so there can be several such a. An engine that empties from H slots reaches the
+    largest one first. Between two whole numbers of sequences, t is linear, t(j) = t(j + 1) - slope, or jumps right
+    after j if a padded size begins there.
     """
     slots = np.arange(1, len(step_times) + 1)
     slopes = 2 * (step_times - workload.steady_step_times(slots - 0.5))
@@ -122,6 +131,6 @@ def _active_slots(workload: Workload, step_times: Float64Array, rates: Float64Ar
     below = np.maximum.accumulate(slow_enough, axis=1)
     after = np.minimum(below, len(slots) - 1)  # index of the size below + 1
     slope = slopes[after]
-    with np.errstate(divide="ignore", invalid="ignore"):  # at splits where nothing waits, which are not used
+    with np.errstate(divide="ignore", invalid="ignore"):  # at splits where no rollout waits, whose values are not used
         active = rates * (step_times[after] - slope * slots[after]) / (1 - rates * slope)
     return np.clip(active, below, np.minimum(below + 1, slots))

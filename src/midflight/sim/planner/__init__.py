@@ -1,1 +1,1 @@
-"""The best split of a cluster: a search over the formulas."""
+"""Search for the best split of a cluster, based on the formulas."""

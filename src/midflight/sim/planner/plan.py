@@ -1,6 +1,6 @@
-"""How to split the GPUs: the fastest split within a bound on lag, or the least lag at a speed, and what else there is.
+"""Plan of a cluster: the fastest split within a bound on lag, or the lowest lag at a given speed, and alternatives.
 
-Conventional RL stands beside each split, with as many optimizer steps per RL step as give it the same max lag.
+Each split is compared with conventional RL that takes the number of optimizer steps per RL step with the same max lag.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from midflight.sim.planner.pareto import ParetoFront
 from midflight.sim.planner.search import LagKind, SearchSpace, best_one_step_off, pareto_front
 from midflight.sim.workload import Workload
 
-BUSY_SHARE = 0.95  # a trainer that is busier is soon the slower one, and rollouts wait
-ROOMY_SHARE = 0.87
+BUSY_SHARE = 0.95  # above this share, a small slowdown makes the trainer the slower side, and rollouts wait
+ROOMY_SHARE = 0.87  # trainer share of the alternative that leaves room
 _NUM_ROWS = 8
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The fastest within the bounds; or, with a `rate`, the one with the least lag that is as fast."""
+    """Fastest split within the bounds; with a `rate`, the split with the lowest lag that reaches the rate."""
 
     max_lag: int | None = None  # optimizer steps
     max_mean_lag: float | None = None  # optimizer steps
@@ -41,9 +41,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A split, and conventional RL at the same max lag; None if its step cost is not known."""
+    """A split, and conventional RL at the same max lag; None if conventional RL's step cost is not known."""
 
-    max_lag: int  # of the kind that was planned with
+    max_lag: int  # of the plan's kind: corrected or the paper's
     split: Estimate
     conventional: Estimate | None
 
@@ -56,12 +56,12 @@ class Choice:
 class Plan:
     lag: LagKind
     best: Choice
-    roomy: Choice | None  # instead of `best`, if that keeps the trainer all but too busy
+    roomy: Choice | None  # alternative if `best` keeps the trainer busier than BUSY_SHARE
     largest_gain: Choice | None  # over conventional RL, within the bounds
     one_step_off: Estimate | None  # at no more max lag than `best`
-    first_win: int | None  # the least max lag at which the pipeline is faster than conventional RL
-    crossover: float | None  # the same by a formula for low lags
-    rows: tuple[Choice, ...]  # of the front, slow ones first
+    first_win: int | None  # smallest max lag at which the pipeline is faster than conventional RL
+    crossover: float | None  # the same, by a formula for low lags
+    rows: tuple[Choice, ...]  # selected splits of the front, slow ones first
     curve: Curve
     notes: tuple[str, ...]
     as_written: Choice | None  # the scenario's own split
@@ -70,20 +70,21 @@ class Plan:
 def make_plan(
     workload: Workload, colocated: Workload, goal: Goal, space: SearchSpace, written: Estimate | None = None
 ) -> Plan:
-    """`colocated` is the same work where generation and training take turns; `written` a split to compare with.
+    """Find the best split for the goal, and compare it with alternatives and with conventional RL.
 
-    The curve, and where the pipeline is faster, are those of all splits, whatever the goal.
+    `colocated` is the same work with generation and training in turns; `written` is a split to compare with. The curve
+    and the smallest lag at which the pipeline is faster cover all splits, whatever the goal.
 
-    Raises: ScenarioError naming the bound that cannot be kept, and the nearest that can.
+    Raises: ScenarioError naming the bound that no split keeps, and the nearest possible value.
     """
     _check(goal)
     within = space if goal.max_mean_lag is None else replace(space, max_mean_lag=goal.max_mean_lag)
     front = pareto_front(workload, within)
-    everything = front if within is space else pareto_front(workload, space)
+    unbounded = front if within is space else pareto_front(workload, space)
     bounded = front.up_to(goal.max_lag)
     index = _index_for(bounded, goal)
     if not len(bounded):
-        raise ScenarioError(f"max_lag = {goal.max_lag}: no split has less than {front.lags[0]}")
+        raise ScenarioError(f"max_lag = {goal.max_lag}: no split has less than {front.lags[0]}; allow at least that")
     if index == len(bounded):
         scope = "" if goal.max_lag is None and goal.max_mean_lag is None else " within the bounds on lag"
         raise ScenarioError(f"rate = {goal.rate:g}: no split{scope} is faster than {bounded.rates[-1]:.5g}")
@@ -94,11 +95,11 @@ def make_plan(
 
     best, roomy = choose(front, index), None
     if best.split.trainer_share > BUSY_SHARE:
-        calm = pareto_front(workload, replace(within, max_trainer_share=ROOMY_SHARE)).up_to(goal.max_lag)
-        if 0 <= (index_of_calm := _index_for(calm, goal)) < len(calm):
-            roomy = choose(calm, index_of_calm)
+        roomy_front = pareto_front(workload, replace(within, max_trainer_share=ROOMY_SHARE)).up_to(goal.max_lag)
+        if 0 <= (roomy_index := _index_for(roomy_front, goal)) < len(roomy_front):
+            roomy = choose(roomy_front, roomy_index)
     gain = largest_gain(bounded, colocated)
-    curve = speed_curve(everything, colocated)
+    curve = speed_curve(unbounded, colocated)
     shown = {*spread(len(bounded), _NUM_ROWS).tolist(), index, *([] if gain is None else [gain])}
     return Plan(
         lag=space.lag,
@@ -106,9 +107,9 @@ def make_plan(
         roomy=roomy,
         largest_gain=None if gain is None else choose(bounded, gain),
         one_step_off=best_one_step_off(workload, (best.max_lag + 1) // 2) if best.max_lag else None,
-        first_win=first_win(everything, colocated),
+        first_win=first_win(unbounded, colocated),
         crossover=crossover(workload, colocated),
-        rows=tuple(choose(front, each) for each in sorted(shown)),
+        rows=tuple(choose(front, row) for row in sorted(shown)),
         curve=curve,
         notes=tuple(_notes(best, roomy, colocated, curve)),
         as_written=None if written is None else _beside_conventional(written, space.lag, colocated),
@@ -128,7 +129,7 @@ def _check(goal: Goal) -> None:
 
 
 def _index_for(front: ParetoFront, goal: Goal) -> int:
-    """The fastest split, or the first that is as fast as the goal; outside of the front if there is none."""
+    """Index of the fastest split, or of the first that reaches the goal's rate; outside the front if there is none."""
     return len(front) - 1 if goal.rate is None else int(np.searchsorted(front.rates, goal.rate * (1 - _ROUNDING)))
 
 
@@ -136,24 +137,24 @@ def _notes(best: Choice, roomy: Choice | None, colocated: Workload, curve: Curve
     notes: list[str] = []
     if best.split.trainer_share > BUSY_SHARE:
         instead = (
-            "no split within the bounds leaves it room"
+            "no split within the bounds leaves the trainer more room"
             if roomy is None
-            else f"with {roomy.split.num_in_flight} in flight on {roomy.split.num_engines} engines it is busy"
+            else f"with {roomy.split.num_in_flight} in flight on {roomy.split.num_engines} engines, it is busy"
             f" {roomy.split.trainer_share:.0%} of the time, at {roomy.split.rate / best.split.rate:.0%} of the rate"
         )
         notes.append(
-            f"the trainer is busy {best.split.trainer_share:.0%} of the time: one hiccup, and rollouts wait for it and"
-            f" grow old; {instead}"
+            f"the trainer is busy {best.split.trainer_share:.0%} of the time: after a short delay of the trainer,"
+            f" rollouts wait and their lag grows; {instead}"
         )
     if colocated.num_gpus % colocated.gpus_per_engine:
         notes.append(
-            f"no conventional RL to compare with: {colocated.num_gpus} GPUs are not a multiple of"
+            f"no comparison with conventional RL: {colocated.num_gpus} GPUs are not a multiple of"
             f" {colocated.gpus_per_engine} per engine"
         )
     elif np.isnan(curve.conventional_rates).any():
         most = most_steps_per_rl_step(colocated)
         notes.append(
             f"conventional RL is not known{f' beyond a lag of {most - 1:.0f}' if most else ''}: its engines would start"
-            " with more sequences than the table of decoding rates has"
+            " with more sequences than the largest size in the table of decoding rates"
         )
     return notes

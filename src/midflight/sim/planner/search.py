@@ -1,4 +1,4 @@
-"""All splits of the GPUs searched: the fastest by lag, and that of one-step-off RL."""
+"""Exhaustive search over the splits of the GPUs, for the pipeline and for one-step-off RL."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from midflight.types import Int64Array
 
 LagKind = Literal["corrected", "paper"]
 
-_POINTS_AT_ONCE = 2**18  # some 2 MB for each figure of theirs
-_MAX_IN_FLIGHT = 1024  # unless asked for: sequences on one engine
+_POINTS_AT_ONCE = 2**18  # splits evaluated at once, about 2 MB per array
+_MAX_IN_FLIGHT = 1024  # default bound on the sequences per engine
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """1 ... max_in_flight sequences on each of 1, 2, ... engines that leave a GPU to train."""
+    """Splits to search: 1 ... max_in_flight sequences per engine, 1, 2, ... engines that leave a GPU for training."""
 
     max_in_flight: int
     queue: Queue
@@ -35,7 +35,10 @@ class SearchSpace:
 
 
 def search_space(workload: Workload, queue: Queue, max_in_flight: int | None = None) -> SearchSpace:
-    """With 1024 in flight at most, or as many as the step cost is known for. Raises: ScenarioError if it cannot be."""
+    """Return the space of up to `max_in_flight` sequences per engine (default: 1024, less if the table ends earlier).
+
+    Raises: ScenarioError if `max_in_flight` is less than 1 or beyond the known costs.
+    """
     known = workload.step_cost.max_in_flight
     if max_in_flight is None:
         return SearchSpace(int(min(_MAX_IN_FLIGHT, known)), queue)
@@ -46,14 +49,14 @@ def search_space(workload: Workload, queue: Queue, max_in_flight: int | None = N
 
 
 def pareto_front(workload: Workload, space: SearchSpace) -> ParetoFront:
-    """Of all splits in the space; empty if they all keep the trainer too busy.
+    """Return the front of all splits in the space; empty if each split keeps the trainer too busy.
 
-    Raises: ScenarioError if no split has so low a mean lag.
+    Raises: ScenarioError if every split has a larger mean lag than `space.max_mean_lag`.
     """
-    assert space.queue.capacity is not None, "lag has no bound"
-    scale = workload.max_engines * float(rates(workload.step_cost, space.max_in_flight))  # as high as rates get
+    assert space.queue.capacity is not None, "without a queue capacity, lag has no bound"
+    scale = workload.max_engines * float(rates(workload.step_cost, space.max_in_flight))  # upper bound on rates
     in_flight = np.arange(1, space.max_in_flight + 1)
-    found: list[ParetoFront] = []
+    fronts: list[ParetoFront] = []
     lowest_mean_lag = math.inf
     for engines in _chunks(workload.max_engines, space.max_in_flight):
         states = steady_states(workload, engines, space.max_in_flight, space.queue)
@@ -64,21 +67,25 @@ def pareto_front(workload: Workload, space: SearchSpace) -> ParetoFront:
         possible = (states.mean_lag <= space.max_mean_lag) & (states.trainer_share <= space.max_trainer_share)
         row, column = np.nonzero(possible)
         splits = ParetoFront(whole_steps(lags[possible]), states.rate[possible], in_flight[column], engines[row])
-        found.append(front_of(splits, scale))
+        fronts.append(front_of(splits, scale))
     if space.max_mean_lag < lowest_mean_lag:
-        raise ScenarioError(f"max_mean_lag = {space.max_mean_lag:g}: no split has less than {lowest_mean_lag:.4g}")
-    columns = ([getattr(front, field.name) for front in found] for field in fields(ParetoFront))
+        raise ScenarioError(
+            f"max_mean_lag = {space.max_mean_lag:g}: no split has less than {lowest_mean_lag:.4g}; allow at least that"
+        )
+    columns = ([getattr(front, field.name) for front in fronts] for field in fields(ParetoFront))
     return front_of(ParetoFront(*map(np.concatenate, columns)), scale)
 
 
 def best_one_step_off(workload: Workload, steps_per_rl_step: int) -> Estimate | None:
-    """Its fastest split, with the fewest engines of several; None if the cost's table is too short for all."""
+    """Return the fastest split of one-step-off RL, with the fewest engines in a tie.
 
+    None if the table of rates is too short for every split.
+    """
     fewest = math.ceil(workload.batch_size * steps_per_rl_step / workload.step_cost.max_in_flight)
     possible = range(max(1, fewest), workload.max_engines + 1)
     estimates = [one_step_off(workload, steps_per_rl_step, num_engines) for num_engines in possible]
     fastest = max((estimate.rate for estimate in estimates), default=0.0)
-    # Padded steps take as long with some engines fewer.
+    # With padded steps, fewer engines can be equally fast.
     return next((estimate for estimate in estimates if estimate.rate >= fastest * (1 - 1e-12)), None)
 
 

@@ -1,1 +1,1 @@
-"""A run on a virtual clock: the product's schedules and ledger, engines and a trainer that only take time."""
+"""A run on a virtual clock: the real schedules and ledger, with engines and a trainer that only take time."""

@@ -1,8 +1,8 @@
-"""Engines on a virtual clock. They are asked about, or changed, at the ends of decode steps only.
+"""Engines on a virtual clock, read and changed only at the ends of decode steps.
 
-Between two changes an engine decodes the same sequences, so what happens at its n-th step from now is a formula: no
-time is spent on single tokens. An engine that is changed in the middle of a step finishes that step first; its clock
-is then ahead of the time at which the change was asked for.
+Between two changes, an engine decodes the same sequences. So its state after n more steps is a formula, and single
+tokens cost no computation. A change in the middle of a step takes effect at the end of that step: the engine's clock is
+then ahead of the time of the request.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from typing import NamedTuple
 
 from midflight.sim.costs import StepCost
 
-_ROUNDING = 1e-9  # of a step: sums of step times that should be equal
+_ROUNDING = 1e-9  # of a step: tolerance for sums of step times that should be equal
 
 
 class Segment(NamedTuple):
-    """Tokens that one engine sampled without an interruption: one at each of its steps from `start` on."""
+    """Tokens of a rollout that one engine sampled without interruption, one per step from step `start` on."""
 
     engine: int
     start: int
     num_tokens: int
-    first_update: int  # how many updates the first token had seen
-    offset: int  # tokens the rollout had before
+    first_update: int  # number of weight updates before the first token
+    offset: int  # tokens of the rollout before this segment
 
 
 @dataclass(slots=True, eq=False)
 class SimRollout:
-    """One attempt: how long it will be, and where and when its tokens were sampled."""
+    """One rollout: its final length, and where and when its tokens were sampled."""
 
     rollout_id: int
     group_id: int
     length: int  # response tokens
-    has_gradient: bool = True  # else training on it takes no time
+    has_gradient: bool = True  # False: training on it takes no time
     segments: tuple[Segment, ...] = ()
-    num_tokens: int = 0  # of whole segments
-    num_carried: int = 0  # tokens it had when it was last interrupted
-    num_versions: int = 0  # of those in whole segments
-    last_update: int = -1  # how many updates the last of those had seen
-    start: int = 0  # step of the first token of the segment that is being sampled
+    num_tokens: int = 0  # in finished segments
+    num_carried: int = 0  # tokens at its last interruption
+    num_versions: int = 0  # weight versions that sampled the finished segments
+    last_update: int = -1  # number of weight updates before the last token of the finished segments
+    start: int = 0  # step of the first token of the current segment
 
 
 class StepTimes(dict[int, float]):
-    """t(h) by h, for sequences that hold no tokens yet: each is worked out once, and looked up very often.
+    """Cache of t(h) for sequences without response tokens: each h is computed once and looked up very often.
 
-    Raises: ScenarioError past what the cost is known for.
+    Raises: ScenarioError for an h beyond the known cost.
     """
 
     def __init__(self, cost: StepCost) -> None:
@@ -60,33 +60,33 @@ class StepTimes(dict[int, float]):
 
 
 class SimEngine:
-    """Sequences in flight, and the steps at which they end."""
+    """Sequences in flight on one engine, and the steps at which they end."""
 
     def __init__(self, index: int, step_times: StepTimes) -> None:
         self.index = index
-        self.clock = 0.0  # the end of step `step`
+        self.clock = 0.0  # end of step `step`
         self.step = 0
         self.is_alive = True
         self.busy_time = 0.0
         self.num_generated = 0  # tokens
-        self.stamp = 0  # counts changes: an event foreseen before one is void
-        self.update_steps: list[int] = []  # from which step on each update is in use
+        self.stamp = 0  # number of changes; an event scheduled before the last change is void
+        self.update_steps: list[int] = []  # first step that uses each update
         self._step_times, self._per_token = step_times, step_times.per_token
-        self._ends: list[tuple[int, int, SimRollout]] = []  # (step, slot, who): a heap
+        self._ends: list[tuple[int, int, SimRollout]] = []  # heap of (step, slot, rollout)
         self._free_slots: list[int] = []
-        self._num_held = 0  # response tokens of all that is in flight
-        self._first = self._growth = 0.0  # what the next step takes, and how much longer each further one
+        self._num_held = 0  # response tokens of all sequences in flight
+        self._first = self._growth = 0.0  # duration of the next step; added duration of each later step
 
     @property
     def num_in_flight(self) -> int:
         return len(self._ends)
 
     def next_end(self) -> float:
-        """When the next sequence ends, if nothing changes; infinite if there is none."""
+        """Time at which the next sequence ends if the engine does not change; infinite if it is idle."""
         return self.clock + self._duration(self._ends[0][0] - self.step) if self._ends else math.inf
 
     def add(self, rollout: SimRollout, time: float) -> None:
-        """Its first token comes from the first step that begins at `time` or later."""
+        """Add a rollout, whose next token comes from the first step that begins at `time` or later."""
         self.run_to(time)
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._ends)
         rollout.start = self.step
@@ -95,7 +95,7 @@ class SimEngine:
         self._changed()
 
     def take_ended(self) -> list[SimRollout]:
-        """Runs up to the next end; those that end there, in the order of their slots."""
+        """Run to the next end of a sequence and return all rollouts that end there, in slot order."""
         self._advance(self._ends[0][0] - self.step)
         ended = []
         while self._ends and self._ends[0][0] <= self.step:
@@ -108,9 +108,9 @@ class SimEngine:
         return ended
 
     def interrupt(self, time: float) -> list[SimRollout]:
-        """Takes everything out, with the tokens of all steps that are done at `time`."""
+        """Remove and return all rollouts, with the tokens of the steps that ended by `time`."""
         if time > self.clock and self._ends:
-            self._advance(self._num_steps(time, whole=True))
+            self._advance(self._num_steps(time, completed=True))
         interrupted = [rollout for _, _, rollout in sorted(self._ends, key=lambda end: end[1])]
         for rollout in interrupted:
             self._close(rollout)
@@ -122,7 +122,7 @@ class SimEngine:
         return interrupted
 
     def run_to(self, time: float) -> None:
-        """To the first end of a step at `time` or later."""
+        """Run to the first end of a step at `time` or later."""
         if time <= self.clock:
             return
         if self._ends:
@@ -131,7 +131,7 @@ class SimEngine:
             self.clock = time
 
     def adopt(self, time: float, pause: float) -> None:
-        """New weights, before the first step that begins at `time` or later."""
+        """Adopt new weights before the first step that begins at `time` or later, after `pause`."""
         if not pause:
             num_steps = self._num_steps(time) if self._ends and time > self.clock else 0
             self.update_steps.append(self.step + num_steps)
@@ -140,28 +140,28 @@ class SimEngine:
         self.update_steps.append(self.step)
 
     def pause(self, time: float, pause: float) -> None:
-        """Nothing is decoded for so long after the step in progress, if there is one."""
+        """Stop decoding for `pause` after the step in progress, if there is one."""
         self.run_to(time)
         self.clock += pause
         self.stamp += 1
 
     def generated_by(self, time: float) -> int:
-        """Tokens of all steps that are done at `time`; never fewer than at an earlier time."""
-        num_steps = self._num_steps(time, whole=True) if self._ends and time > self.clock else 0
+        """Number of tokens sampled in steps that ended by `time`; never decreases with time."""
+        num_steps = self._num_steps(time, completed=True) if self._ends and time > self.clock else 0
         return self.num_generated + num_steps * len(self._ends)
 
-    def _num_steps(self, time: float, whole: bool = False) -> int:
-        """How many steps from now end at `time` or before (`whole`), or reach it."""
+    def _num_steps(self, time: float, completed: bool = False) -> int:
+        """Number of steps that end by `time` (`completed`), or that it takes to reach `time`."""
         elapsed = time - self.clock
         if self._growth:
             half = self._first - self._growth / 2
             steps = (math.sqrt(half * half + 2 * self._growth * elapsed) - half) / self._growth
         else:
             steps = elapsed / self._first
-        return math.floor(steps + _ROUNDING) if whole else math.ceil(steps - _ROUNDING)
+        return math.floor(steps + _ROUNDING) if completed else math.ceil(steps - _ROUNDING)
 
     def _duration(self, num_steps: int) -> float:
-        """Of the next steps: each holds as many tokens more than the last one as there are sequences."""
+        """Duration of the next `num_steps` steps; each holds one token more per sequence than the step before."""
         return num_steps * self._first + self._growth * (num_steps * (num_steps - 1) / 2)
 
     def _advance(self, num_steps: int) -> None:
@@ -175,11 +175,11 @@ class SimEngine:
         self._first += self._growth * num_steps
 
     def _close(self, rollout: SimRollout) -> None:
-        """The segment that ends with the last step."""
+        """Append to the rollout the segment that ends with the last step."""
         num_tokens = self.step - rollout.start
         if not num_tokens:
             return
-        # Asked now: an update between admission and the first token counts, too.
+        # Looked up only now: an update between admission and the first token counts, too.
         first_update = bisect_right(self.update_steps, rollout.start)
         last_update = bisect_right(self.update_steps, self.step - 1)
         segment = Segment(self.index, rollout.start, num_tokens, first_update, rollout.num_tokens)

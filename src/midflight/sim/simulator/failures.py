@@ -1,4 +1,4 @@
-"""When engines fail, and when they are back."""
+"""Engine failures: when each starts and when the engine is back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Failure(NamedTuple):
 
 
 class Failures:
-    """An engine works for an exponential time, and is away for a fixed one; without a mean time, none fails.
+    """Random failures: exponential time to the next failure, fixed time to repair; none if the mean time is None.
 
-    The failures of one engine depend on the seed and the engine alone.
+    The failures of one engine depend only on the seed and the engine's index.
     """
 
     def __init__(self, mean_time_between: float | None = None, repair_time: float = 0.0, seed: int = 0) -> None:
@@ -23,7 +23,7 @@ class Failures:
         self._rngs: dict[int, np.random.Generator] = {}
 
     def next(self, engine: int, after: float) -> Failure | None:
-        """The first failure of this engine that starts at `after` or later; asked in order."""
+        """Return the first failure of `engine` from `after` on; None if engines never fail. Call in order of time."""
         if self._mean_time_between is None:
             return None
         rng = self._rngs.setdefault(engine, np.random.default_rng((self._seed, engine)))

@@ -1,4 +1,4 @@
-"""The groups of a simulation: how long their rollouts get, which are filtered, which have a gradient."""
+"""Groups of a simulation: the lengths of their rollouts, and which groups are filtered or have a gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from midflight.sim.lengths import Lengths
 from midflight.sim.simulator.engines import SimRollout
 from midflight.types import GroupId, RolloutId
 
-_NUM_DRAWN = 1024  # groups whose lengths are drawn at once
+_NUM_DRAWN = 1024  # groups drawn at once
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Which groups training takes time for: all but a share, or as a list says that is gone through again and again."""
+    """Groups that cost training time: all but a random share, or as a list says, which is repeated."""
 
     without_fraction: float = 0.0
     listed: tuple[bool, ...] | None = None
@@ -29,9 +29,9 @@ class Gradients:
 
 
 class SimGroups:
-    """Groups that are open or ready, drawn when they are first asked for.
+    """Open and ready groups, each drawn at its first rollout.
 
-    Lengths and filtering depend on the seed and the group alone, not on when a group is started.
+    Lengths and filtering depend only on the seed and the group, not on the time at which a group starts.
     """
 
     def __init__(self, lengths: Lengths, group_size: int, filter_rate: float, gradients: Gradients, seed: int) -> None:
@@ -40,11 +40,11 @@ class SimGroups:
         self._lengths = lengths
         self._drawn: list[tuple[list[int], bool, bool]] = []
         self._groups: dict[GroupId, list[SimRollout]] = {}
-        self._to_filter: set[GroupId] = set()  # all rewards will be equal, and dynamic sampling leaves them out
+        self._to_filter: set[GroupId] = set()  # groups with equal rewards, which dynamic sampling leaves out
         self.discarded_tokens = 0  # in filtered and dropped groups
 
     def rollout(self, rollout_id: RolloutId) -> SimRollout:
-        """A rollout of a group that is open or ready, or of the next group."""
+        """Return a rollout of an open or ready group, or of the next group, which is opened."""
         group_id, member = divmod(rollout_id, self._group_size)
         rollouts = self._groups.get(GroupId(group_id))
         if rollouts is None:
@@ -52,11 +52,11 @@ class SimGroups:
         return rollouts[member]
 
     def take(self, group_ids: Sequence[GroupId]) -> list[SimRollout]:
-        """The rollouts of the next batch."""
+        """Remove groups for the next batch and return their rollouts."""
         return [rollout for group_id in group_ids for rollout in self._groups.pop(group_id)]
 
     def discard(self, group_id: GroupId) -> list[int]:
-        """The lengths of a group that is filtered or dropped (tokens)."""
+        """Remove a filtered or dropped group and return its lengths (tokens)."""
         lengths = [rollout.length for rollout in self._groups.pop(group_id)]
         self.discarded_tokens += sum(lengths)
         self._to_filter.discard(group_id)

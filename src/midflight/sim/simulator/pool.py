@@ -1,4 +1,4 @@
-"""Several engines of a simulation as one: who gets the next rollout, and what happens to those of one that fails."""
+"""Pool of simulated engines: placement of rollouts, and loss and return of engines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from midflight.sim.simulator.engines import SimEngine, SimRollout
 
 
 class Pool:
-    """Engines by how much they have in flight. Those that have as much wait in line for more."""
+    """Engines by load. The next rollout goes to the least loaded engine; equal engines take turns."""
 
     def __init__(self, engines: list[SimEngine], max_in_flight: int) -> None:
         self._engines, self._max_in_flight = engines, max_in_flight
         self._by_load: list[OrderedDict[int, SimEngine]] = [OrderedDict((engine.index, engine) for engine in engines)]
-        self._least = 0  # no engine has less in flight
+        self._least = 0  # lower bound on the load of any engine
         self._waiting: deque[SimRollout] = deque()
         self.num_alive = len(engines)
         self._load: dict[int, int] = dict.fromkeys(range(len(engines)), 0)
@@ -26,7 +26,7 @@ class Pool:
         return [engine for engine in self._engines if engine.is_alive]
 
     def place(self, rollouts: list[SimRollout], now: float) -> dict[int, SimEngine]:
-        """The engines that have got something, by their indices."""
+        """Place rollouts on the least loaded engines and return the changed engines by index; the rest waits."""
         self._waiting.extend(rollouts)
         changed: dict[int, SimEngine] = {}
         while self._waiting and (engine := self._least_loaded()) is not None:
@@ -47,7 +47,7 @@ class Pool:
         return interrupted
 
     def lose(self, engine: SimEngine, now: float) -> list[SimRollout]:
-        """What it had in flight."""
+        """Remove a failed engine and return the rollouts it had in flight."""
         rollouts = self._interrupt(engine, now)
         engine.is_alive = False
         del self._by_load[self._load.pop(engine.index)][engine.index]

@@ -1,4 +1,4 @@
-"""Follows a simulated run, and works out the lag of every token that is trained on."""
+"""Recorder of a simulated run: computes the lag of every trained token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from midflight.types import ActorState, Float64Array, Int64Array
 
 
 class BatchRecorder:
-    """Is told what happens; batches are recorded when training on them starts."""
+    """Collects updates, interruptions and batches; a batch is recorded when its training starts."""
 
     def __init__(self, engines: Sequence[SimEngine], max_length: int) -> None:
         self._engines = engines
         self._positions = ((np.arange(NUM_POSITIONS) + 0.5) / NUM_POSITIONS * max_length).astype(np.int64)
-        self._versions = [0]  # after so many updates
+        self._versions = [0]  # weight version after 0, 1, ... updates
         self._batches: list[TrainedBatch] = []
         self._num_interrupted = self._interrupted_tokens = self._interrupted_new_tokens = 0
 
@@ -47,7 +47,7 @@ class BatchRecorder:
         )
 
     def trained(self, rollouts: Sequence[SimRollout], handed_over: Snapshot, start: float, end: float) -> None:
-        """The next batch."""
+        """Record the next batch, whose training lasts from `start` to `end`."""
         version = len(self._batches)
         segments = np.array([segment for rollout in rollouts for segment in rollout.segments], np.int64)
         first_of = np.cumsum([0, *(len(rollout.segments) for rollout in rollouts)])
@@ -73,21 +73,21 @@ class BatchRecorder:
         )
 
     def result(self, num_steps: int) -> SimulationResult:
-        """Of the first `num_steps` batches: training on another may have begun."""
+        """Return the result of the first `num_steps` batches; training on one more may have begun."""
         return SimulationResult(self._batches[:num_steps], len(self._engines))
 
 
 class _SegmentAges:
-    """The lag of each token of some segments, in a batch that weights of version `version` are trained on.
+    """Lags of the tokens in `segments`, for a batch that trains weights of version `version`.
 
-    Shapes: `segments` [S, 5], one Segment each; `versions` [U + 1], those in use after 0, 1, ... U updates.
+    Shapes: `segments` [S, 5], one Segment per row; `versions` [U + 1], the weight version after 0, 1, ... U updates.
     """
 
     def __init__(self, engines: Sequence[SimEngine], segments: Int64Array, versions: Int64Array, version: int) -> None:
         engine, self._start, self._num_tokens, first_update, self._offset = segments.T
         self._lags = version - versions
         self._first = int(first_update.min())
-        # One sorted array for all engines: each one's update steps lie in a range of their own.
+        # One sorted array for all engines: the update steps of each engine are shifted to a range of their own.
         indices, self._row = np.unique(engine, return_inverse=True)
         steps = [engines[index].update_steps[self._first :] for index in indices]
         self._stride = 1 + max(engines[index].step for index in indices) + max(max(row, default=0) for row in steps)
@@ -101,14 +101,15 @@ class _SegmentAges:
         return lags
 
     def first(self) -> Int64Array:
-        """Of each segment's first token, `[S]`."""
+        """Lag of each segment's first token, `[S]`."""
         return self._lag_at(self._row, self._start)
 
     def last(self) -> Int64Array:
+        """Lag of each segment's last token, `[S]`."""
         return self._lag_at(self._row, self._start + self._num_tokens - 1)
 
     def histogram(self) -> dict[int, int]:
-        """Tokens by lag."""
+        """Number of tokens by lag."""
         start, num_tokens = self._start, self._num_tokens
         ends = (start + num_tokens)[:, None]
         edges = np.clip(self._update_steps[self._row], start[:, None], ends)
@@ -121,7 +122,7 @@ class _SegmentAges:
         return histogram
 
     def at(self, positions: Int64Array) -> tuple[Float64Array, Int64Array]:
-        """Sums of lags and numbers of rollouts at these positions of a response, `[P]` both."""
+        """Return the sums of lags and the numbers of rollouts at these positions of a response, both `[P]`."""
         offset, start = self._offset[:, None], self._start[:, None]
         inside = positions - offset
         is_there = (inside >= 0) & (inside < self._num_tokens[:, None])

@@ -1,4 +1,4 @@
-"""What a simulated run is like: per optimizer step, and over all of them."""
+"""Result of a simulated run: figures per optimizer step and for the whole run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from midflight.metrics.lag import lag_metrics, merge_histograms
 from midflight.types import Float64Array, Int64Array
 
-NUM_POSITIONS = 20  # where in the longest response the lag is looked at: the middles of so many parts
+NUM_POSITIONS = 20  # the lag is read at the middles of this number of equal parts of the longest response
 
 
 class Snapshot(NamedTuple):
-    """Running totals at one time."""
+    """Running totals at one point in time."""
 
     time: float
     generated_tokens: int
@@ -24,13 +24,13 @@ class Snapshot(NamedTuple):
     num_dropped_groups: int
     discarded_tokens: int  # in filtered and dropped groups
     num_interrupted: int  # rollouts
-    interrupted_tokens: int  # those they had when they were interrupted
-    interrupted_new_tokens: int  # of those, the ones sampled since they were last started
+    interrupted_tokens: int  # tokens of these rollouts at their interruptions
+    interrupted_new_tokens: int  # part of interrupted_tokens that was sampled since the last start
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """Batch `index`, which weights of that version were trained on. Lags in optimizer steps, lengths in tokens."""
+    """Batch `index`, which trained weights of version `index`. Lags in optimizer steps, lengths in tokens."""
 
     index: int
     handed_over: Snapshot
@@ -39,13 +39,13 @@ class TrainedBatch:
     rollout_ids: Int64Array  # [B]
     group_ids: Int64Array  # [B]
     lengths: Int64Array  # [B]
-    first_lags: Int64Array  # [B] of the first token of each
-    last_lags: Int64Array  # [B]
+    first_lags: Int64Array  # [B] lag of each first token
+    last_lags: Int64Array  # [B] lag of each last token
     lag_histogram: dict[int, int]  # lag -> tokens
-    position_lags: Float64Array  # [NUM_POSITIONS] sums over the rollouts that are so long
-    position_counts: Int64Array  # [NUM_POSITIONS] how many are
-    carried_tokens: int  # those of rollouts that were interrupted, from before the last time
-    num_versions: Int64Array  # [B] of the weights that sampled each
+    position_lags: Float64Array  # [NUM_POSITIONS] sums over the rollouts that reach the position
+    position_counts: Int64Array  # [NUM_POSITIONS] number of these rollouts
+    carried_tokens: int  # tokens of interrupted rollouts from before their last interruption
+    num_versions: Int64Array  # [B] weight versions that sampled each rollout
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +62,7 @@ class TrainedBatch:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Every batch of a run. Figures leave out the first `num_warm_up_steps` batches."""
+    """All batches of a run. Figures leave out the first `num_warm_up_steps` batches."""
 
     batches: list[TrainedBatch]
     num_engines: int
@@ -73,12 +73,12 @@ class SimulationResult:
         return self.batches[self.num_warm_up_steps :]
 
     def after(self, num_warm_up_steps: int) -> SimulationResult:
-        """The same run with another warm-up."""
+        """Return the same run with another warm-up."""
         return SimulationResult(self.batches, self.num_engines, num_warm_up_steps)
 
     @property
     def start(self) -> float:
-        """The end of the warm-up."""
+        """Time at which the warm-up ends."""
         return self.batches[self.num_warm_up_steps - 1].end if self.num_warm_up_steps else 0.0
 
     @property
@@ -92,12 +92,12 @@ class SimulationResult:
 
     @property
     def generated_rate(self) -> float:
-        """Sampled tokens per unit of time, also those that are discarded."""
+        """Sampled tokens per unit of time, including discarded tokens."""
         return self._since.generated_tokens / self._since.time
 
     @property
     def trainer_share(self) -> float:
-        """Of the time, that the trainer is busy."""
+        """Share of the time in which the trainer is busy."""
         return sum(batch.end - batch.start for batch in self.measured) / self.elapsed
 
     @property
@@ -106,7 +106,7 @@ class SimulationResult:
 
     @property
     def mean_lags(self) -> Float64Array:
-        """Of each batch, optimizer steps."""
+        """Mean lag of each batch (optimizer steps)."""
         return np.array([batch.mean_lag for batch in self.measured])
 
     @property
@@ -115,7 +115,7 @@ class SimulationResult:
 
     @property
     def lag_by_position(self) -> Float64Array:
-        """Mean lag at the middles of `NUM_POSITIONS` parts of the longest response; NaN where none is so long."""
+        """Mean lag at the middles of `NUM_POSITIONS` parts of the longest response; NaN where no rollout is so long."""
         sums = np.sum([batch.position_lags for batch in self.measured], axis=0)
         counts = np.sum([batch.position_counts for batch in self.measured], axis=0)
         means: Float64Array = np.divide(sums, counts, out=np.full(NUM_POSITIONS, np.nan), where=counts > 0)
@@ -123,29 +123,29 @@ class SimulationResult:
 
     @property
     def last_lag(self) -> float:
-        """Of a rollout's last token, the mean over rollouts."""
+        """Mean lag of a rollout's last token (optimizer steps)."""
         return float(np.mean(np.concatenate([batch.last_lags for batch in self.measured])))
 
     @property
     def num_versions(self) -> Int64Array:
-        """Of the weights that sampled each rollout."""
+        """Number of weight versions that sampled each rollout."""
         return np.concatenate([batch.num_versions for batch in self.measured])
 
     @property
     def carried_in_fraction(self) -> float:
-        """Of the tokens that iterations begin with or sample, those they begin with, in unfinished rollouts."""
+        """Tokens of unfinished rollouts at the start of an iteration, as a share of these and the tokens it samples."""
         since = self._since
         return since.interrupted_tokens / (since.interrupted_tokens + since.generated_tokens)
 
     @property
     def carried_once_fraction(self) -> float:
-        """The same, counting only what such rollouts sampled in the iteration before."""
+        """The same share, counting only the tokens that the iteration before sampled."""
         since = self._since
         return since.interrupted_new_tokens / (since.interrupted_new_tokens + since.generated_tokens)
 
     @property
     def _since(self) -> Snapshot:
-        """From the last batch of the warm-up to the last of all, handed over each."""
+        """Difference of the totals between two handovers: the last batch of the warm-up and the last batch."""
         last = self.batches[-1].handed_over
         if not self.num_warm_up_steps:
             return last
@@ -153,7 +153,7 @@ class SimulationResult:
         return Snapshot._make(after - before for before, after in zip(first, last, strict=True))
 
     def figures(self) -> dict[str, object]:
-        """The whole run in one object; what real runs log is under the same name."""
+        """All figures of the run in one object; a metric that real runs log has the same name here."""
         measured, since = self.measured, self._since
         num_tokens = sum(batch.num_tokens for batch in measured)
         return {

@@ -1,12 +1,12 @@
-"""A run on a virtual clock: the schedules of the real system, engines and a trainer that only take time.
+"""A run on a virtual clock: the real schedules, with engines and a trainer that only take time.
 
-Who waits for whom is as in a real run: batches go to the trainer in the order they were handed over, weights to the
-engines between two decode steps, and everything else is for the schedule to say. Nothing happens between events, which
-are: an engine's next sequence ends, the trainer ends a step, its weights have arrived, a batch has been preprocessed,
-an engine fails or is back. All that happens at the same time has happened before the schedule is asked again.
+Waiting is as in a real run: the trainer takes batches in the order of their handover, engines adopt weights between two
+decode steps, and the schedule decides the rest. State changes only at events: an engine's next sequence ends, the
+trainer ends a step, weights arrive, a batch has been preprocessed, an engine fails or is back. All events of one time
+are processed before the schedule is asked again.
 
-Lag is counted as in a real run: batch k is trained on by weights of version k, so a token's lag is k less the version
-of the engine at the decode step that sampled it.
+Lag is counted as in a real run: batch k trains weights of version k, so the lag of a token is k minus the engine's
+version at the decode step that sampled the token.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from midflight.types import BatchChoice, FleetView, GroupId, RolloutId
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """What keeps weights and batches on their way, and engines from generating; units of time."""
+    """Delays of weights and batches, and pauses of engines, in the scenario's unit of time."""
 
     transfer: float = 0.0  # from the end of an optimizer step until engines may adopt its weights
     preprocess: float = 0.0  # from a batch being handed over until it can be trained on
-    update_pause: float = 0.0  # of each engine for each update
-    handover_pause: float = 0.0  # of all engines for each batch
+    update_pause: float = 0.0  # per engine and update
+    handover_pause: float = 0.0  # per batch, for all engines
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Everything that decides a simulation. Times in one unit, lengths in tokens, sizes in rollouts."""
+    """Complete input of a simulation. Times in one unit, lengths in tokens, sizes in rollouts."""
 
     schedule: Schedule
     lengths: Lengths
@@ -52,22 +52,23 @@ class SimulatedRun:
     num_engines: int
     batch_size: int
     num_steps: int  # optimizer steps
-    train_time_per_token: float  # of all devices that train together
+    train_time_per_token: float  # on all training devices together
     train_time_per_step: float = 0.0
     group_size: int = 1
     filter_rate: float = 0.0  # share of finished groups that dynamic sampling leaves out
-    gradients: Gradients = field(default_factory=Gradients)  # which groups training takes time for
+    gradients: Gradients = field(default_factory=Gradients)  # groups that cost training time
     delays: Delays = field(default_factory=Delays)
-    failures: Failures = NO_FAILURES  # what such an engine had in flight goes on elsewhere, with its tokens
+    failures: Failures = NO_FAILURES  # rollouts of a failed engine continue elsewhere and keep their tokens
     seed: int = 0
 
 
 def simulate(run: SimulatedRun) -> SimulationResult:
-    """The same result for the same run, always.
+    """Run the simulation; the same run always gives the same result.
 
-    Raises: ScenarioError if the schedule starts nothing more and the trainer has no batch: a real run would hang.
+    Raises: ScenarioError if nothing is in flight, the schedule starts no rollout and the trainer has no batch. A real
+        run would hang there.
     """
-    # Millions of objects and hardly a cycle: the collector would look at all of them again and again.
+    # Millions of objects and hardly any cycles: the garbage collector would traverse all of them repeatedly.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -77,11 +78,11 @@ def simulate(run: SimulatedRun) -> SimulationResult:
             gc.enable()
 
 
-_Batch = tuple[list[SimRollout], Snapshot]  # and the totals when it was handed over
+_Batch = tuple[list[SimRollout], Snapshot]  # rollouts, and the totals at the handover
 
 
 class _Kind:
-    """Of events; those at the same time happen in this order."""
+    """Kinds of events; events at the same time are processed in this order."""
 
     TRAINED, ARRIVED, PREPROCESSED, FAILED, BACK, ENDED = range(6)
 
@@ -99,14 +100,14 @@ class _Simulation:
         self._order = itertools.count()
         self._now = 0.0
         self._version = self._newest = self._num_trained = 0
-        self._preprocessed: deque[_Batch] = deque()  # in order; the trainer takes them
+        self._preprocessed: deque[_Batch] = deque()  # in order of handover
         self._in_preprocessing: deque[_Batch] = deque()
         self._is_training = False
-        self._is_undecided = False  # the schedule decided something, and may decide more at this time
+        self._is_undecided = False  # the schedule acted, and may act again at this time
         self._changed: dict[int, SimEngine] = {}
         self._back_at: dict[int, float] = {}
         for engine in self._engines:
-            self._foresee_failure(engine)
+            self._schedule_failure(engine)
 
     def finish(self) -> SimulationResult:
         while self._num_trained < self._run.num_steps:
@@ -114,7 +115,7 @@ class _Simulation:
             self._start_training()
         return self._recorder.result(self._run.num_steps)
 
-    def _happen(self, kind: int, subject: int, stamp: int) -> None:
+    def _process(self, kind: int, subject: int, stamp: int) -> None:
         match kind:
             case _Kind.ENDED:
                 self._rollouts_end(subject, stamp)
@@ -130,7 +131,7 @@ class _Simulation:
             case _Kind.BACK:
                 self._pool.come_back(self._engines[subject], self._now)
                 self._place([])
-                self._foresee_failure(self._engines[subject])
+                self._schedule_failure(self._engines[subject])
 
     # --- what the schedule decides ----------------------------------------------------------------------------
 
@@ -165,20 +166,21 @@ class _Simulation:
         self._place(rollouts)
 
     def generate(self) -> None:
-        """Go on to the next events, unless the schedule may decide more at this time."""
+        """Advance to the next events, unless the schedule may act again at this time."""
         if self._is_undecided:
             self._is_undecided = False
             return
-        self._foresee()
+        self._schedule_ends()
         if not self._events:
             raise ScenarioError(
                 f"schedule: stuck at optimizer step {self._num_trained}, with {self._ledger.ready.num_rollouts}"
-                f" finished rollouts: nothing is in flight and the schedule starts nothing"
+                f" finished rollouts: nothing is in flight and the schedule starts no rollout; check its limits"
+                " against batch.batch_size"
             )
         self._now = self._events[0][0]
         while self._events and self._events[0][0] <= self._now:
             _, kind, _, subject, stamp = heapq.heappop(self._events)
-            self._happen(kind, subject, stamp)
+            self._process(kind, subject, stamp)
 
     def has_room(self) -> bool:
         return True
@@ -205,7 +207,7 @@ class _Simulation:
     # --- engines ----------------------------------------------------------------------------------------------
 
     def _place(self, rollouts: list[SimRollout]) -> None:
-        """On the engines with the fewest in flight; what finds no room waits."""
+        """Place rollouts on the least loaded engines; the rest waits."""
         self._changed.update(self._pool.place(rollouts, self._now))
 
     def _rollouts_end(self, index: int, stamp: int) -> None:
@@ -219,7 +221,7 @@ class _Simulation:
             self._place([])
 
     def _end(self, rollout: SimRollout) -> None:
-        """Graded at once."""
+        """Process the end of a rollout, which is graded at once."""
         ledger, rollout_id, group_id = self._ledger, RolloutId(rollout.rollout_id), GroupId(rollout.group_id)
         ledger.ended(rollout_id)
         if not ledger.done(rollout_id, rollout.length):
@@ -229,14 +231,14 @@ class _Simulation:
         else:
             ledger.make_ready(group_id)
 
-    def _foresee(self) -> None:
-        """When something ends next on the engines that have changed; what was foreseen of them before is void."""
+    def _schedule_ends(self) -> None:
+        """Schedule the next end of a sequence on each changed engine; the engine's earlier event is void."""
         for index, engine in self._changed.items():
             if engine.num_in_flight:
                 self._at(engine.next_end(), _Kind.ENDED, index, engine.stamp)
         self._changed.clear()
 
-    def _foresee_failure(self, engine: SimEngine) -> None:
+    def _schedule_failure(self, engine: SimEngine) -> None:
         failure = self._run.failures.next(engine.index, self._now)
         if failure is not None:
             self._back_at[engine.index] = failure.end

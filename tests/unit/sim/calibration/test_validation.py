@@ -1,4 +1,4 @@
-"""A validation predicts before it measures, and compares what can be compared."""
+"""Validation: predictions come before the runs, and only matching scenarios are compared."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def changed_recipe(directory: Path, *overrides: str) -> Path:
 
 
 @pytest.mark.slow
-def test_predictions_end_with_the_first_step_past_the_seconds() -> None:
+def test_prediction_ends_with_first_step_past_the_seconds() -> None:
     recipe = load_recipe(RECIPE, ["schedule.type=conventional"])
-    # 10 ms of decoding, 3 ms until training starts, 10 ms of it, and 2 ms until the next token.
+    # 10 ms of decoding, 3 ms until training starts, 10 ms of training, 2 ms until the next token.
     for seconds in (1.0, 30.0):
         num_steps = round(seconds / 0.025)
         elapsed = (num_steps + 1) * 0.025 - 0.002
@@ -55,15 +55,13 @@ def test_predictions_end_with_the_first_step_past_the_seconds() -> None:
         assert (figures["mean_lag"], figures["max_lag"]) == (0.0, 0.0)
 
 
-def test_the_recipes_schedule_is_predicted_not_the_scenarios() -> None:
+def test_prediction_uses_the_recipes_schedule() -> None:
     pipeline = predict(SCENARIO, load_recipe(RECIPE, ["schedule.num_in_flight=32"]), 10.0)
     assert pipeline["trained_tokens_per_s"] == pytest.approx(320 / 0.04, rel=0.01), "training is the slower side"
     assert pipeline["max_lag"] >= 1
 
 
-def test_runs_come_after_predictions_and_have_a_seed_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_follow_predictions_with_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     def simulated(scenario: Scenario, recipe: Any, seconds: float) -> dict[str, float]:
@@ -96,11 +94,11 @@ def test_runs_come_after_predictions_and_have_a_seed_of_their_own(
     ("scenario", "overrides", "seconds", "error", "message"),
     [
         (SCENARIO, [], 0.0, RecipeError, "--seconds: should be greater than 0, got 0"),
-        (SCENARIO, ["batch.batch_size=64"], 1.0, ScenarioError, "batch.batch_size = 32, and the recipe has 64"),
+        (SCENARIO, ["batch.batch_size=64"], 1.0, ScenarioError, "batch.batch_size = 32, but the recipe has 64"),
         (Scenario(), [], 1.0, ScenarioError, "simulation.time_unit = 'flash': runs are measured in seconds"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_mismatched_scenario_is_refused(
     scenario: Scenario, overrides: list[str], seconds: float, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     recipe = changed_recipe(tmp_path, *overrides)

@@ -1,4 +1,4 @@
-"""What the task must do for a run to learn the right thing."""
+"""Rewards, reproducibility and held-out problems of the task."""
 
 from digit_sums import DigitSums
 

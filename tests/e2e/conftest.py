@@ -19,10 +19,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     def run(*arguments: object) -> str:
         capfd.readouterr()  # discard earlier output
         monkeypatch.setattr(sys, "argv", ["midflight", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 2
-        (line,) = capfd.readouterr().err.splitlines()
+        stdout, stderr = capfd.readouterr()
+        assert stdout == ""
+        (line,) = stderr.splitlines()
         return line
 
     return run

@@ -11,6 +11,8 @@ import pytest
 
 from midflight.cli import main
 
+from .conftest import Refused
+
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "scenarios" / "paper.toml"
 SMALL = ["lengths.max=64", "batch.batch_size=32", "simulation.num_steps=60", "simulation.num_warm_up_steps=20"]
@@ -106,12 +108,8 @@ def test_every_schedule_can_be_simulated(
         (["--plot", "/nowhere/lag.png"], "cannot write /nowhere/lag.png: there is no directory /nowhere"),
     ],
 )
-def test_an_invalid_scenario_is_a_one_line_error(arguments: list[str], message: str) -> None:
-    said = simulate(*arguments)
-    assert said.returncode == 2
-    assert said.stdout == ""
-    assert said.stderr.startswith(f"midflight: {message}")
-    assert said.stderr.count("\n") == 1
+def test_an_invalid_scenario_is_a_one_line_error(arguments: list[str], message: str, refused: Refused) -> None:
+    assert refused("simulate", PAPER, *arguments).startswith(f"midflight: {message}")
 
 
 def test_a_pipeline_needs_num_engines(tmp_path: Path) -> None:

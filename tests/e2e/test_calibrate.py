@@ -27,7 +27,7 @@ def test_a_calibrated_scenario_can_be_simulated_and_validated(tmp_path: Path) ->
     recipe = tmp_path / "recipe.toml"
     # On a busy machine, two threads that wait for each other can be a hundred times slower than one.
     recipe.write_text(dump_toml(load_recipe(RECIPE, ["engine.threads=1", "trainer.threads=1"])))
-    figures = _json("calibrate", recipe, "--out", out, "--out-runs", runs, "--plot", plot, "--seconds", 8)
+    figures = _json("calibrate", recipe, "--out", out, "--out-runs", runs, "--plot", plot, "--seconds", 4)
     assert plot.read_bytes().startswith(b"\x89PNG")
     scenario = load_scenario(out)
     assert scenario.schedule == load_recipe(recipe).schedule
@@ -40,7 +40,7 @@ def test_a_calibrated_scenario_can_be_simulated_and_validated(tmp_path: Path) ->
     assert simulate_scenario(scenario).rate > 0
     assert _json("plan", out)
 
-    result = _json("plan", out, "--validate", recipe, "--schedules", "pipeline,conventional", "--seconds", 8)
+    result = _json("plan", out, "--validate", recipe, "--schedules", "pipeline,conventional", "--seconds", 4)
     assert [row["schedule"] for row in result["rows"]] == ["pipeline", "conventional"]
     for row in result["rows"]:
         assert row["measured"]["trained_tokens_per_s"] > 0

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.slow
 
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
 SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=32")
+HAS_NAMESPACES = subprocess.run(["unshare", "--mount", "--net", "--map-root-user", "true"]).returncode == 0
+
+needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="needs user namespaces")
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -59,10 +62,28 @@ def check_accounts(summary: dict[str, Any]) -> None:
     assert groups["dropped"] == groups["failed"] == 0
 
 
-def test_a_run_directory_is_complete(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=12", *SMALL, "--json")
-    summary = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return a finished run of 12 steps, and the summary that it printed.
+
+    If the kernel allows it, the run has no network device, not even loopback.
+    """
+    run = tmp_path_factory.mktemp("finished") / "run"
+    training = command("train", RECIPE, f"run.directory={run}", "trainer.max_steps=12", *SMALL, "--json")
+    isolated = ["unshare", "--net", "--map-root-user"] if HAS_NAMESPACES else []
+    done = subprocess.run([*isolated, *training], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return run, json.loads(done.stdout)
+
+
+@needs_namespaces
+def test_the_demo_needs_no_network(finished: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = finished
+    assert summary["steps"] == 12
+
+
+def test_a_run_directory_is_complete(finished: tuple[Path, dict[str, Any]]) -> None:
+    run, summary = finished
     assert summary == json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 12
     assert summary["samples"] == 12 * 16
@@ -167,23 +188,6 @@ def test_a_diverged_run_ends_with_a_reason(tmp_path: Path) -> None:
     assert summary["eval_after"] is None
     groups = summary["groups"]
     assert groups["started"] == sum(count for name, count in groups.items() if name != "started")
-
-
-needs_namespaces = pytest.mark.skipif(
-    subprocess.run(["unshare", "--mount", "--net", "--map-root-user", "true"]).returncode != 0,
-    reason="needs user namespaces",
-)
-
-
-@needs_namespaces
-def test_the_demo_needs_no_network(tmp_path: Path) -> None:
-    """Train in a network namespace without any device, not even loopback."""
-    arguments = command("train", RECIPE, f"run.directory={tmp_path / 'run'}", "trainer.max_steps=2", *SMALL, "--json")
-    done = subprocess.run(
-        ["unshare", "--net", "--map-root-user", *arguments], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 2
 
 
 FULL_DISK = """
@@ -297,9 +301,8 @@ def test_invalid_input_is_a_one_line_error(
     assert not (tmp_path / "run").exists(), "an invalid recipe must not start a run"
 
 
-def test_an_existing_run_directory_is_left_unchanged(tmp_path: Path, refused: Refused) -> None:
-    run = tmp_path / "run"
-    midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=1", *SMALL[:-1], "eval.num_problems=0")
+def test_an_existing_run_directory_is_left_unchanged(finished: tuple[Path, dict[str, Any]], refused: Refused) -> None:
+    run, _ = finished
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert "already holds a run" in refused("train", RECIPE, f"run.directory={run}")
     line = refused("train", run, "--resume", "batch.batch_size=64")

@@ -23,6 +23,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.launch.streams import open_batches
 from midflight.metrics.jsonl import read_metrics
 from midflight.run.directory import create_run
+from midflight.run.supervisor import warm_up
 from midflight.run.worker_process import WorkerContext, run_worker
 from midflight.run.workers import trainer_body, trainer_role
 from midflight.trainer.saved_tensors import SavedTensors
@@ -116,15 +117,16 @@ def recipe_of(directory: Path, overrides: tuple[str, ...]) -> Recipe:
 def train(recipe: Recipe, run: RunDirectory, weights_directory: Path) -> None:
     """Run only the trainer processes of a run, whose batches are all in the stream."""
     weights_directory.mkdir()
-    spawn = multiprocessing.get_context("spawn")
+    warm_up()
+    start = multiprocessing.get_context("forkserver")
     with ExitStack() as stack:
         pipes, processes = [], []
-        alive, _ = (stack.enter_context(end) for end in spawn.Pipe(duplex=False))
+        alive, _ = (stack.enter_context(end) for end in start.Pipe(duplex=False))
         for rank in range(recipe.trainer.num_ranks):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = start.Pipe()
             context = WorkerContext(recipe, run, weights_directory, theirs, alive, RawValue(c_uint64), num_restarts=0)
             body = functools.partial(trainer_body, rank=rank)
-            process = spawn.Process(target=run_worker, args=(body, trainer_role(rank), context))
+            process = start.Process(target=run_worker, args=(body, trainer_role(rank), context))
             process.start()
             stack.callback(process.kill)
             pipes.append(stack.enter_context(ours))

@@ -13,14 +13,15 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast faults soak test-deepspeed lint types base docs recording figures algorithms \
+.PHONY: demo test test-fast faults soak test-benchmarks test-deepspeed lint types base docs recording figures algorithms \
 	planner-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.smollm2 lint types
-	$(PYTEST) -m "not faults"
+test: $(VENV)/.dev $(VENV)/.smollm2
+	$(MAKE) --no-print-directory -j 2 lint types
+	$(PYTEST) -m "not faults and not benchmarks"
 
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not slow"
@@ -28,6 +29,10 @@ test-fast: $(VENV)/.dev
 # Series of faults: every process killed, hung, cut off, under every schedule. `make test` has one of each kind.
 faults: $(VENV)/.dev
 	$(PYTEST) -m faults
+
+# The micro-benchmarks, which are not part of the package, with small loads.
+test-benchmarks: $(VENV)/.dev
+	$(BIN)/python -m pytest -m benchmarks
 
 # DeepSpeed changes what transformers and accelerate do as soon as it is installed: its tests have their own environment.
 test-deepspeed: $(DEEPSPEED)/.ready

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.benchmarks]
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", "streams", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
 def test_every_stream_type_is_measured() -> None:
     done = bench("--records", "2000", "--record-bytes", "100", "--batch", "1,7", "--json")
     assert done.returncode == 0, done.stderr
@@ -28,7 +29,6 @@ def test_every_stream_type_is_measured() -> None:
     assert (result["records"], result["record_bytes"]) == (2000, 100)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,11 +15,12 @@ from benchmarks.train_load import load_shape
 
 from midflight.errors import BenchmarkError
 
+pytestmark = [pytest.mark.slow, pytest.mark.benchmarks]
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks", "train"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_train_benchmark_measures_both_steps(dtype: str) -> None:
     small = ["--sequences", "4", "--group-size", "2", "--rounds", "2", "--json", "--dtype", dtype]
@@ -42,7 +43,6 @@ def test_train_benchmark_measures_both_steps(dtype: str) -> None:
     assert result["work"]["packed_tokens"] == result["work"]["tokens"] - 2 * 12
 
 
-@pytest.mark.slow
 def test_an_unknown_dtype_is_refused() -> None:
     done = subprocess.run(
         [*COMMAND, "--dtype", "int4"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
@@ -51,7 +51,6 @@ def test_an_unknown_dtype_is_refused() -> None:
     assert "--dtype: 'int4' is not float32 or bfloat16" in done.stderr
 
 
-@pytest.mark.slow
 def test_steps_with_different_results_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     # On-policy ratios are 1, so only the padded step truncates all of them.

@@ -77,6 +77,7 @@ def test_two_ranks_save_a_model_and_report_peak_memory(tmp_path: Path) -> None:
         assert not torch.equal(trained, before), name
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_killed_rank_restarts_and_one_process_resumes(tmp_path: Path) -> None:
     run = tmp_path / "run"

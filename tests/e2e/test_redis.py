@@ -24,6 +24,7 @@ def train(*arguments: str | Path, url: str = "") -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_a_run_resumes_after_a_restart_of_redis(tmp_path: Path) -> None:
     """The server needs a password, which no file in the run directory contains."""

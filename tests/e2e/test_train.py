@@ -23,7 +23,9 @@ from .conftest import Refused
 pytestmark = pytest.mark.slow
 
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
-SMALL = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=32")
+# One thread per process: with other work on the machine, two threads that wait for each other are slower than one.
+ONE_THREAD = ("engine.threads=1", "trainer.threads=1")
+SMALL = (*ONE_THREAD, "batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=32")
 HAS_NAMESPACES = subprocess.run(["unshare", "--mount", "--net", "--map-root-user", "true"]).returncode == 0
 
 needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="needs user namespaces")
@@ -123,7 +125,7 @@ def test_a_run_directory_is_complete(finished: tuple[Path, dict[str, Any]]) -> N
 def test_conventional_schedule(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = ("schedule.type=conventional", "schedule.steps_per_rl_step=4", "trainer.max_steps=8")
-    common = (f"run.directory={run}", "batch.batch_size=16", "eval.num_problems=0", "--json")
+    common = (f"run.directory={run}", *ONE_THREAD, "batch.batch_size=16", "eval.num_problems=0", "--json")
     done = midflight("train", RECIPE, *common, *overrides)
     summary = json.loads(done.stdout)
     assert summary["max_lag"] == 3

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 ENDS = ("supervisor.max_restarts=0",)  # a killed process ends the run
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_groups_waiting_for_killed_preprocessing_are_trained_later(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")

@@ -80,12 +80,9 @@ def during_an_update(run: Run, chance: random.Random) -> None:
 MOMENTS = [immediately, immediately, during_a_checkpoint, during_an_update]
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "schedule",
-    [SCHEDULES[0], *(pytest.param(schedule, marks=pytest.mark.faults) for schedule in SCHEDULES[1:])],
-    ids=lambda schedule: schedule[0].partition("=")[2],
-)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0].partition("=")[2])
 def test_a_run_survives_the_death_of_every_process(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     chance = random.Random(f"deaths {schedule[0]}")
     own = schedule[0] in ("schedule.type=pipeline", "schedule.type=conventional")

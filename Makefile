@@ -8,9 +8,8 @@ TORCH ?= torch==2.13.0
 
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
-# One more process than two cores: many tests wait for others. Files are handed out in the order of their names, long
-# ones (e2e, equivalence) before short ones (unit).
-WORKERS ?= 3
+# Files are handed out in the order of their names: long ones (e2e, equivalence) before short ones (unit).
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast faults soak test-benchmarks test-deepspeed lint types base docs recording figures algorithms \

@@ -117,7 +117,13 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, return_dict: bool
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+        return_dict: bool,
+        **template_arguments: Any,
     ) -> list[int]:
         """Return the token ids of a conversation. Any exception is possible: a template can refuse a conversation."""
         ...

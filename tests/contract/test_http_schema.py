@@ -37,6 +37,7 @@ ROUTES = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model_id}"),
     ("POST", "/abort"),
     ("POST", "/resume"),
     ("POST", "/request_weight_update"),

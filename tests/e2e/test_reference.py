@@ -82,7 +82,7 @@ def test_a_lost_reference_ends_the_run_with_one_line(serve: Serve, tmp_path: Pat
 def test_an_unsuitable_server_is_refused_before_the_run(serve: Serve, tmp_path: Path, refused: Refused) -> None:
     run = tmp_path / "run"
     training = ("train", RECIPE, f"run.directory={run}", *SMALL, *WITH_KL)
-    _, short = serve("sampling.max_tokens=10")
+    _, short = serve("engine.max_prompt_tokens=64", "sampling.max_tokens=10")
     line = refused(*training, f"reference.url={short}")
     assert line.startswith(f"midflight: reference.url: {short} takes sequences of up to ")
     assert "engine.max_prompt_tokens + sampling.max_tokens = " in line

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.protocols import Generator
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
+from narrowing import present
 
 from .conftest import Refused
 
@@ -29,8 +31,8 @@ RECIPE = SHIPPED_RECIPES["cpu_demo"]
 MODEL = RECIPE.parent / "models" / "chain_sums"
 
 
-def start(*overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "midflight", "serve", str(RECIPE), "engine.threads=1", *overrides]
+def start(*overrides: str, target: Path = RECIPE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "midflight", "serve", str(target), "engine.threads=1", *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -92,12 +94,31 @@ def drain(generator: Generator) -> Iterator[Completion]:
         yield from generator.step()
 
 
+def test_serve_a_model_directory_up_to_its_context() -> None:
+    """A directory needs no recipe; prompt and response share the 256 positions of the model."""
+    process = start("serve.port=0", target=MODEL)
+    try:
+        with openai.OpenAI(base_url=f"{url_of(process)}/v1", api_key="any") as client:
+            assert client.models.retrieve("chain_sums").max_length == 256  # type: ignore[attr-defined]
+            for num_prompt_tokens in (2, 250):
+                answer = client.completions.create(
+                    model="chain_sums", prompt=[5] * num_prompt_tokens, extra_body={"stop_token_ids": []}
+                )
+                assert present(answer.usage).total_tokens == 256
+            with pytest.raises(openai.BadRequestError, match="max_tokens is 7, not 1 to 6 after a prompt"):
+                client.completions.create(model="chain_sums", prompt=[5] * 250, max_tokens=7)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["serve.host=0.0.0.0"], "serve.host = '0.0.0.0' is not loopback, so an admin token is needed"),
         (["serve.port=70000"], "serve.port: should be less than or equal to 65535"),
         (["serve.prot=7"], "unknown key serve.prot; did you mean serve.port?"),
+        (["sampling.max_tokens=256"], "sampling.max_tokens = 256 leaves no room for the rest of a sequence"),
         (["serve.host=192.0.2.1", "serve.admin_token=x"], "cannot listen on 192.0.2.1:8000: "),
         (["model.path=/nowhere"], "model.path: there is no directory /nowhere"),
         (["engine.device=cuda"], "engine.device = 'cuda': this machine has no CUDA device"),
@@ -107,6 +128,11 @@ def test_invalid_input_is_a_one_line_error(overrides: list[str], message: str, r
     if "engine.device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     assert refused("serve", RECIPE, *overrides).startswith(f"midflight: {message}")
+
+
+def test_directory_without_a_model_is_a_one_line_error(refused: Refused, tmp_path: Path) -> None:
+    line = refused("serve", tmp_path)
+    assert line == f"midflight: model.path: {tmp_path} has no config.json, no tokenizer.json, no *.safetensors"
 
 
 def test_a_port_in_use_is_a_one_line_error(refused: Refused) -> None:

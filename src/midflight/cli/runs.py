@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from midflight.cli.options import Json, Overrides, RecipeArgument
-from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
+from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe, model_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError
 from midflight.metrics.jsonl import json_text
@@ -97,17 +97,23 @@ def evaluate(
 
 
 def serve(
-    recipe_path: RecipeArgument,
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|MODEL_DIR", help="a TOML file, the shipped recipe cpu_demo, or a Hugging Face directory"
+        ),
+    ],
     overrides: Overrides = None,
     join: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="generate for this run, which has engine.type = http")
     ] = None,
 ) -> None:
-    """Serve the model over HTTP: OpenAI's API, plus token ids, weight versions and in-flight weight updates."""
+    """Serve a model over HTTP: OpenAI's API, plus token ids, weight versions and in-flight weight updates."""
     from midflight.run.engine_registry import Registration
     from midflight.run.serve import serve_model
 
-    recipe = load_recipe(recipe_path, overrides or [])
+    load = model_recipe if target.is_dir() else load_recipe
+    recipe = load(target, overrides or [])
     registration = Registration(join) if join else None
 
     def announce(url: str) -> None:
@@ -115,4 +121,5 @@ def serve(
         if registration:
             registration.enter(url)
 
-    serve_model(recipe, announce, registration.withdraw if registration else lambda: None)
+    retire = registration.withdraw if registration else lambda: None
+    serve_model(recipe, announce, retire, limits_of_model=join is None)

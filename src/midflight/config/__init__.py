@@ -16,6 +16,7 @@ from midflight.config.files import (
     dump_toml,
     load_recipe,
     load_scenario,
+    model_recipe,
 )
 from midflight.config.recipe import Recipe
 from midflight.config.scenario import Scenario
@@ -29,4 +30,5 @@ __all__ = [
     "dump_toml",
     "load_recipe",
     "load_scenario",
+    "model_recipe",
 ]

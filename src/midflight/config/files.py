@@ -48,6 +48,10 @@ class FileKind(Generic[Document]):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise self.error(f"{path} is not valid TOML: {error}") from error
         self._anchor_paths(values, path.resolve().parent)
+        return self.build(values, overrides)
+
+    def build(self, values: dict[str, Any], overrides: Sequence[str] = ()) -> Document:
+        """Override and validate values. Raises: `error`, as `load`."""
         for override in sorted(overrides, key=self._comes_later):
             self._apply_override(values, override)
         self._check_moved(values)
@@ -191,6 +195,13 @@ SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "dir
 
 
 load_recipe, load_scenario = RECIPE.load, SCENARIO.load
+
+
+def model_recipe(directory: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a model directory: every other key has its default or the value of an override."""
+    return RECIPE.build({"model": {"path": str(directory.resolve())}}, overrides)
+
+
 describe_recipe, describe_scenario = RECIPE.describe, SCENARIO.describe
 
 

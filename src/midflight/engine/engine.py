@@ -36,11 +36,12 @@ class EngineLimits:
     max_batched_tokens: int = 512  # decode and prefill tokens in one step
     kv_cache_bytes: int | None = None  # None: enough for every slot at its maximum length
     max_update_pause_s: float | None = None  # longest copy of new weights between two steps; None: copy all at once
+    max_total_tokens: int | None = None  # prompt and response together; None: the sum of their limits
 
     @property
     def max_length(self) -> int:
         """Largest number of prompt and response tokens of one sequence."""
-        return self.max_prompt_tokens + self.max_new_tokens
+        return self.max_total_tokens or self.max_prompt_tokens + self.max_new_tokens
 
 
 class Engine:
@@ -229,9 +230,9 @@ class Engine:
             raise RequestError(f"{name} is in flight already")
         # Prompts that are only scored or contain earlier turns may exceed max_prompt_tokens, up to max_length in total.
         only_scored = request.score_prompt and not sampling.max_tokens
-        max_prompt_tokens = limits.max_prompt_tokens
-        if only_scored or request.first_position:
-            max_prompt_tokens = limits.max_length - sampling.max_tokens
+        max_prompt_tokens = limits.max_length - min(sampling.max_tokens, limits.max_new_tokens)
+        if not (only_scored or request.first_position):
+            max_prompt_tokens = min(max_prompt_tokens, limits.max_prompt_tokens)
         if not 0 < len(prompt) <= max_prompt_tokens:
             raise RequestError(f"{name}: its prompt has {len(prompt)} tokens, not 1 to {max_prompt_tokens}")
         if prompt.min() < 0 or prompt.max() >= vocab_size:

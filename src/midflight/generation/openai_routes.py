@@ -12,7 +12,14 @@ from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
-from midflight.generation.request_parsing import AsyncTokenizer, ServedModel, check_echo, generation_requests
+from midflight.generation.request_parsing import (
+    AsyncTokenizer,
+    ServedModel,
+    check_echo,
+    check_model_name,
+    generation_requests,
+)
+from midflight.generation.request_schemas import ChatRequest, CompletionRequest
 from midflight.generation.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
@@ -20,15 +27,7 @@ from midflight.generation.responses import (
     merge_deltas,
     usage_of,
 )
-from midflight.generation.schemas import (
-    ChatRequest,
-    ChatResponse,
-    CompletionRequest,
-    CompletionResponse,
-    ErrorResponse,
-    Model,
-    ModelList,
-)
+from midflight.generation.schemas import ChatResponse, CompletionResponse, ErrorResponse, Model, ModelList
 from midflight.generation.served_requests import Delta, ServedRequest, ServedRequests
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRou
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text, a list of token ids, or several such lists; with `echo`, score the prompt as well."""
+        """Continue one or several prompts, as texts or token ids; with `echo`, score the prompts as well."""
         check_echo(body)
         builder = CompletionResponseBuilder(model.name, body, await _prompts(body, text), text)
         return await _answer(model, served_requests, request, builder, body.max_tokens, echo=bool(body.echo))
@@ -52,22 +51,34 @@ def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRou
     @router.post("/v1/chat/completions", response_model=ChatResponse, responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; the model's chat template renders it as a prompt."""
-        builder = ChatResponseBuilder(model.name, body, [await text.encode_chat(body.messages)], text)
+        builder = ChatResponseBuilder(model.name, body, [await text.encode_chat(body)], text)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await _answer(model, served_requests, request, builder, max_tokens)
 
     @router.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
         """List the one model of this server."""
-        limits = {"max_length": model.max_length, "max_choices": model.max_samples}
-        return ModelList(data=[Model(id=model.name, vocab_size=model.vocab_size, **limits)])
+        return ModelList(data=[_described(model)])
+
+    @router.get("/v1/models/{model_id:path}", response_model=Model)
+    async def model_by_id(model_id: str) -> Model:
+        """Describe the model of this server."""
+        check_model_name(model, model_id)
+        return _described(model)
 
     return router
 
 
+def _described(model: ServedModel) -> Model:
+    limits = {"max_length": model.max_length, "max_choices": model.max_samples}
+    return Model(id=model.name, vocab_size=model.vocab_size, **limits)
+
+
 async def _prompts(body: CompletionRequest, text: AsyncTokenizer) -> list[list[int]]:
     if isinstance(body.prompt, str):
-        return [await text.encode(body.prompt)]
+        return await text.encode([body.prompt])
+    if texts := [prompt for prompt in body.prompt if isinstance(prompt, str)]:
+        return await text.encode(texts)
     prompts = [prompt for prompt in body.prompt if isinstance(prompt, list)]
     return prompts or [[token_id for token_id in body.prompt if isinstance(token_id, int)]]
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+from midflight.generation.chat import ChatEncoder
 from midflight.generation.http_errors import ApiError
-from midflight.generation.schemas import (
-    NUM_ROLLOUT_IDS,
-    ChatMessage,
-    CompletionRequest,
-    Generated,
-    GenerationOptions,
-    tokens_of,
-)
-from midflight.models.text import decode, encode_chat, encode_prompt
+from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
+from midflight.generation.schemas import NUM_ROLLOUT_IDS, Generated, tokens_of
+from midflight.models.text import decode, encode_prompt
 from midflight.protocols import Tokenizer
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +43,28 @@ class AsyncTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat = tokenizer, ChatEncoder(tokenizer)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._token_texts: dict[int, str] = {}
 
-    async def encode(self, text: str) -> list[int]:
-        """Encode a prompt.
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode prompts.
 
         Raises: ApiError 400 for an unpaired surrogate, which JSON can contain but tokenizers cannot encode.
         """
         try:
-            text.encode()
+            for text in texts:
+                text.encode()
         except UnicodeEncodeError as error:
             raise ApiError(400, f"prompt: character {error.start} is an unpaired surrogate", param="prompt") from error
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encode_prompt, self._tokenizer, text)
+        return await self._in_thread(lambda: [encode_prompt(self._tokenizer, text) for text in texts])
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Render a conversation with the chat template and encode it.
+    async def encode_chat(self, body: ChatRequest) -> list[int]:
+        """Render a conversation with the chat template and encode it. Raises: ApiError 400 as `ChatEncoder.encode`."""
+        return await self._in_thread(lambda: self._chat.encode(body))
 
-        Raises: ApiError 400 if there is no chat template, or if the template refuses the messages.
-        """
-        if not self._tokenizer.chat_template:
-            raise ApiError(400, "the model's tokenizer has no chat template; use /v1/completions")
-        plain = [_plain(message) for message in messages]
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, encode_chat, self._tokenizer, plain)
-        except Exception as error:  # a template may raise any exception
-            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to text."""
@@ -98,10 +91,7 @@ def generation_requests(
     """
     num_samples = body.n or 1
     num_choices = num_samples * len(prompts)
-    if body.model not in (None, model.name):
-        raise ApiError(
-            404, f"there is no model {body.model!r}, only {model.name!r}", param="model", code="model_not_found"
-        )
+    check_model_name(model, body.model)
     if num_samples > model.max_samples:
         raise ApiError(400, f"n is {num_samples}, not 1 to {model.max_samples}", param="n")
     if num_choices > model.max_samples:
@@ -122,23 +112,53 @@ def generation_requests(
         _check_token_ids("prompt", prompt, model.vocab_size)
     if generated:
         _check_token_ids("generated.token_ids", generated.token_ids.tolist(), model.vocab_size)
-    sampling = SamplingParams(
-        max_tokens=model.max_tokens if max_tokens is None else max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        stop_token_ids=stop_token_ids,
-        top_k=body.top_k or 0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-    )
+    samplings = [_sampling(body, stop_token_ids, _max_tokens(model, len(prompt), max_tokens)) for prompt in prompts]
     seed = secrets.randbits(63) if body.seed is None else body.seed
     arrays = [np.array(prompt, np.int32) for prompt in prompts]
     first = _derived_rollout_id(seed, arrays) if body.rollout_id is None else RolloutId(body.rollout_id)
     return [
         GenerationRequest(
-            RolloutId(first + index), prompt, sampling, seed, generated, score_prompts, body.first_position
+            RolloutId(first + index),
+            arrays[index // num_samples],
+            samplings[index // num_samples],
+            seed,
+            generated,
+            score_prompts,
+            body.first_position,
         )
-        for index, prompt in enumerate(prompt for prompt in arrays for _ in range(num_samples))
+        for index in range(num_choices)
     ]
+
+
+def _sampling(body: GenerationOptions, stop_token_ids: tuple[int, ...], max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        stop_token_ids=stop_token_ids,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+    )
+
+
+def _max_tokens(model: ServedModel, num_prompt_tokens: int, max_tokens: int | None) -> int:
+    """Return the largest length of a response, by default the room after its prompt.
+
+    The engine refuses prompts that leave no room. Raises: ApiError if `max_tokens` is larger than the room.
+    """
+    room = max(1, min(model.max_tokens, model.max_length - num_prompt_tokens))
+    if max_tokens is None:
+        return room
+    if max_tokens > room and num_prompt_tokens < model.max_length:
+        after = f"after a prompt of {num_prompt_tokens} tokens"
+        raise ApiError(400, f"max_tokens is {max_tokens}, not 1 to {room} {after}", param="max_tokens")
+    return max_tokens
+
+
+def check_model_name(model: ServedModel, name: str | None) -> None:
+    """Check that a request is for the served model. Raises: ApiError 404."""
+    if name not in (None, model.name):
+        raise ApiError(404, f"there is no model {name!r}, only {model.name!r}", param="model", code="model_not_found")
 
 
 def check_echo(body: CompletionRequest) -> None:
@@ -186,10 +206,3 @@ def _generated_tokens(generated: Generated) -> GeneratedTokens | None:
     if not num_tokens:
         return None
     return tokens_of(generated.token_ids, generated.logprobs, generated.weight_versions)
-
-
-def _plain(message: ChatMessage) -> dict[str, str]:
-    """Convert a message to the form that most templates expect, with its content as a single string."""
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    return {"role": message.role, "content": text, **({"name": message.name} if message.name else {})}

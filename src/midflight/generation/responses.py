@@ -11,16 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from midflight.generation.request_parsing import AsyncTokenizer
+from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
 from midflight.generation.schemas import (
     AssistantMessage,
     ChatChunk,
     ChatLogprobs,
-    ChatRequest,
     ChatResponse,
-    CompletionRequest,
     CompletionResponse,
     DeltaChoice,
-    GenerationOptions,
     MessageChoice,
     TextChoice,
     TextLogprobs,
@@ -86,7 +84,9 @@ class CompletionResponseBuilder(ResponseBuilder):
         if delta.prompt is None:  # nothing to echo, or the request was aborted before its prompt was scored
             return delta
         prompt = self.body.prompt
-        text = prompt if isinstance(prompt, str) else self.text.decode(delta.prompt.token_ids.tolist())
+        texts = [prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)]
+        index = delta.index // (self.body.n or 1)
+        text = texts[index] if texts else self.text.decode(delta.prompt.token_ids.tolist())
         return merge_deltas(replace(delta, text=text, generated=delta.prompt), delta)
 
     def _text_logprobs(self, delta: Delta) -> TextLogprobs | None:

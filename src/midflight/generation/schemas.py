@@ -1,4 +1,4 @@
-"""JSON bodies of requests and responses: the OpenAI formats with additional fields for reinforcement learning.
+"""JSON bodies of responses and of control requests: OpenAI's formats with fields for reinforcement learning.
 
 Additional fields have a description. Unknown fields are refused: an error is better than an option that is silently
 ignored.
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from midflight.types import TEMPERATURES, GeneratedTokens
+from midflight.types import GeneratedTokens
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from midflight.weights.process_group import DEFAULT_TIMEOUT_S
 
@@ -40,86 +40,6 @@ class Generated(Wire):
     token_ids: list[TokenId]
     logprobs: list[Annotated[float, Field(ge=-1e38, le=1e38)]]
     weight_versions: list[Version]
-
-
-class StreamOptions(Wire):
-    """Options of a streamed response."""
-
-    include_usage: bool = False
-    chunk_tokens: int = Field(1, ge=1, le=1 << 20, description="number of decode steps per chunk")
-
-
-class GenerationOptions(Wire):
-    """Fields common to completions and chat completions."""
-
-    model: str | None = Field(None, description="default: the model of the server")
-    n: int | None = Field(None, ge=1, description="default 1; choice i is rollout rollout_id + i")
-    temperature: float | None = Field(
-        None, ge=0, le=TEMPERATURES[1], description=f"default 1; 0 is greedy; else at least {TEMPERATURES[0]}"
-    )
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=1 << 31, description="sample from the top_k most likely tokens; 0: all")
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="smallest probability of a token, relative to the most likely token"
-    )
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(
-        None, description="tokens that end a response; default: the model's end-of-sequence tokens"
-    )
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="same seed and prompt: same samples")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = Field(False, description="include token_ids and prompt_token_ids in the response")
-    rollout_id: RolloutIdField | None = Field(
-        None,
-        description="samples are a function of (seed, rollout_id, position); default: derived from seed and prompt",
-    )
-    first_position: int = Field(
-        0,
-        ge=0,
-        lt=1 << 31,
-        description="position of the first sampled token; a later turn continues the count of the earlier turns",
-    )
-    generated: Generated | None = Field(None, description="continue after these tokens, as if never interrupted")
-    min_weight_version: Version | None = Field(
-        None, description="refuse the request with 503 while the weights are older, for example after a restart"
-    )
-    user: str | None = None
-
-
-class CompletionRequest(GenerationOptions):
-    """Body of POST /v1/completions."""
-
-    prompt: str | list[TokenId] | list[list[TokenId]]
-    max_tokens: int | None = Field(
-        None, ge=0, description="default: the server's maximum; 0 with echo: only score the prompt"
-    )
-    logprobs: int | None = Field(None, ge=0, le=1, description="0 or 1: include the logprobs of the sampled tokens")
-    echo: bool | None = Field(None, description="put the prompt first, with its tokens scored like sampled tokens")
-
-
-class TextPart(Wire):
-    """Part of the content of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Wire):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-
-class ChatRequest(GenerationOptions):
-    """Body of POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="default: the server's maximum")
-    logprobs: bool | None = Field(None, description="include the logprobs of the sampled tokens")
 
 
 class AbortRequest(Wire):

@@ -20,13 +20,22 @@ ENGINES: Joint[Generator] = Joint("engine.type", {"embedded": _EMBEDDED, "http":
 
 
 def build_engine(
-    recipe: Recipe, config: Any, weights: Mapping[str, Tensor], *, max_num_seqs: int, version: int = 0
+    recipe: Recipe,
+    config: Any,
+    weights: Mapping[str, Tensor],
+    *,
+    max_num_seqs: int,
+    version: int = 0,
+    max_total_tokens: int | None = None,
 ) -> Generator:
     """Return the engine; `config` is the model's Hugging Face configuration.
 
+    `max_total_tokens`: limit of the embedded engine for prompt and response together; default: the sum of their limits.
     Raises: RecipeError if the user's own engine cannot be used.
     """
     offered = {"model_config": config, "weights": weights, "max_num_seqs": max_num_seqs, "version": version}
+    if max_total_tokens:
+        offered["max_total_tokens"] = max_total_tokens
     return ENGINES.make(recipe.engine.type, offered | _settings(recipe), own_options(recipe.engine))
 
 
@@ -57,6 +66,7 @@ def embedded_engine(
     device: str,
     recompute_kv: bool,
     prefix_caching: bool,
+    max_total_tokens: int | None = None,
 ) -> Engine:
     """Return the embedded engine. The arguments are described at `midflight.protocols.Generator`."""
     limits = EngineLimits(
@@ -66,6 +76,7 @@ def embedded_engine(
         max_batched_tokens=max_batched_tokens,
         kv_cache_bytes=None if kv_cache_mib is None else kv_cache_mib << 20,
         max_update_pause_s=max_update_pause_s,
+        max_total_tokens=max_total_tokens,
     )
     model = engine_model(
         model_config,

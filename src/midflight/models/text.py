@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from midflight.protocols import Tokenizer
 from midflight.types import FinishReason, GeneratedTokens, Text
@@ -27,9 +28,19 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a conversation, up to the start of the model's answer; the chat template adds the special tokens."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation, up to the start of the model's answer; the chat template adds the special tokens.
+
+    `tools`: descriptions of functions; `template_arguments`: further variables of the template.
+    """
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=False, **template_arguments or {}
+    )
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -15,6 +15,9 @@ import torch
 import uvicorn
 
 from midflight.config import Recipe
+from midflight.config.section import OwnSection
+from midflight.engine.cache import PAGE_SIZE, page_bytes
+from midflight.engine.hf_module import module_shape
 from midflight.errors import RecipeError
 from midflight.generation.client import TOKEN_VARIABLE
 from midflight.generation.driver import GeneratorDriver
@@ -27,27 +30,38 @@ from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30
 _SHUTDOWN_S = 5
+_CACHE_SHARE = 4  # the default KV cache has at most a quarter of the memory
 
 
-def serve_model(recipe: Recipe, announce: Callable[[str], object], retire: Callable[[], object]) -> None:
+def serve_model(
+    recipe: Recipe,
+    announce: Callable[[str], object],
+    retire: Callable[[], object],
+    *,
+    limits_of_model: bool = True,
+) -> None:
     """Serve until a signal comes. `announce` gets the URL once requests are accepted; `retire` is called at the end.
 
+    `limits_of_model`: lengths that the recipe does not set are limited by the model's context only.
     Raises: RecipeError if the [serve] settings do not work; ModelError; KeyboardInterrupt after Ctrl-C.
     """
     config, path = recipe.serve, recipe.model.path
     admin_token = _admin_token(recipe)
     tokenizer = check_model(recipe)
+    recipe, max_total_tokens = with_model_limits(recipe) if limits_of_model else (recipe, None)
     listener = _listen(config.host, config.port)
     with listener:
         torch.set_num_threads(num_threads(recipe.engine.threads, colocated=True))
         model_config, weights = load_config(path), weights_of(load_model(path))
-        engine = build_engine(recipe, model_config, weights, max_num_seqs=config.num_in_flight)
+        engine = build_engine(
+            recipe, model_config, weights, max_num_seqs=config.num_in_flight, max_total_tokens=max_total_tokens
+        )
         model = ServedModel(
             name=config.model_name or path.name,
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids(path, tokenizer),
             vocab_size=model_config.vocab_size,
-            max_length=recipe.max_length,
+            max_length=max_total_tokens or recipe.max_length,
             max_tokens=recipe.sampling.max_tokens,
             max_samples=config.max_samples,
         )
@@ -86,6 +100,48 @@ class _Server(uvicorn.Server):
         self._on_end()
         self._driver.abort()
         await super().shutdown(sockets)
+
+
+def with_model_limits(recipe: Recipe) -> tuple[Recipe, int | None]:
+    """Return the recipe with its unset lengths limited by the model's context, and the context (tokens).
+
+    The context is shorter than the model's if the KV cache of one sequence would need more than a quarter of the
+    memory. If the recipe sets both lengths or has its own engine, nothing changes and the context is None.
+    Raises: RecipeError if a length leaves no room in the context.
+    """
+    engine, sampling = recipe.engine, recipe.sampling
+    lengths = {"engine.max_prompt_tokens": engine.max_prompt_tokens, "sampling.max_tokens": sampling.max_tokens}
+    unset = [key for key in lengths if not _is_set(recipe, key)]
+    if not unset or isinstance(engine, OwnSection):
+        return recipe, None
+    shape = module_shape(load_config(recipe.model.path))
+    cache_mib = engine.kv_cache_mib or _memory_bytes(engine.device) // _CACHE_SHARE >> 20
+    dtype = torch.float32 if engine.dtype == "auto" else getattr(torch, engine.dtype)
+    num_pages = (cache_mib << 20) // page_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    # One page is never allocated to a sequence. If no other page fits, the engine says so.
+    context = min(shape.max_positions, max(1, num_pages - 1) * PAGE_SIZE)
+    for key, length in lengths.items():
+        if key not in unset and length >= context:
+            raise RecipeError(
+                f"{key} = {length} leaves no room for the rest of a sequence: the model and the KV cache hold {context}"
+                f" tokens; {context - 1} or less would work"
+            )
+    prompt, response = (context - 1 if key in unset else length for key, length in lengths.items())
+    engine = engine.model_copy(update={"max_prompt_tokens": prompt, "kv_cache_mib": cache_mib})
+    sampling = sampling.model_copy(update={"max_tokens": response})
+    return recipe.model_copy(update={"engine": engine, "sampling": sampling}), context
+
+
+def _is_set(recipe: Recipe, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in getattr(recipe, section).model_fields_set
+
+
+def _memory_bytes(device: str) -> int:
+    """Size of the memory of the CPU, or free memory of a CUDA device (bytes)."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _admin_token(recipe: Recipe) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,7 +140,13 @@ class DigitTokenizer:
         return "".join(str(token_id) for token_id in token_ids)
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, return_dict: bool
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+        return_dict: bool,
+        **template_arguments: Any,
     ) -> list[int]:
         raise ValueError("DigitTokenizer has no chat template")
 

@@ -29,6 +29,21 @@ def scored(prompt: list[int], sampling: SamplingParams = NO_TOKENS) -> Generatio
     return replace(request(prompt, sampling), score_prompt=True)
 
 
+def test_prompt_and_response_share_the_total() -> None:
+    engine = tiny_engine(tiny_model(), max_total_tokens=40)
+    for invalid, message in (
+        (request([2] * 17, SamplingParams(24)), "17 tokens, not 1 to 16"),
+        (request([2] * 33, SamplingParams(1)), "33 tokens, not 1 to 32"),
+        (scored([2] * 41), "41 tokens, not 1 to 40"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add([invalid])
+    engine.add([request([2] * 16, SamplingParams(24))])
+    while not (completions := engine.step()):
+        pass
+    assert len(completions[0].generated) == 24
+
+
 @pytest.mark.parametrize(
     ("invalid", "message"),
     [

@@ -54,6 +54,13 @@ class _Groups(MemoryStream[ChosenBatch]):
         return super().append(self._codec.decode(self._codec.encode(record)), timeout_s)
 
 
+class _SameThreadWeights(InProcessWeights):
+    """Weights that nobody sends during a wait: the trainer runs in the thread that waits."""
+
+    def wait(self, newer_than: int, timeout_s: float) -> bool:
+        return super().wait(newer_than, timeout_s=0)
+
+
 @dataclass
 class Loops:
     """Loops of a run and the streams between them; the first weights are already published."""
@@ -67,7 +74,7 @@ class Loops:
 
 
 def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
-    weights, stream, tracer = InProcessWeights(), Recorder(), Tracer(None, "test")
+    weights, stream, tracer = _SameThreadWeights(), Recorder(), Tracer(None, "test")
     backend = build_trainer(recipe, weights)
     backend.init(rank=0)
     backend.publish_weights(0)

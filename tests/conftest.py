@@ -11,7 +11,10 @@ import torch
 from benchmarks.redis_server import RedisServer
 from hypothesis import settings
 
+from refusals import refused
 from soak import SOAK
+
+__all__ = ["refused"]  # a fixture for all tests
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep instead of keeping a core busy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight import cli
+from refusals import Refused
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "--mount", "--map-root-user", "true"]).returncode != 0,
@@ -61,16 +61,10 @@ def test_a_project_without_write_access_is_a_one_line_error(tmp_path: Path, opti
 
 
 @pytest.mark.parametrize("taken", ["file", "directory"])
-def test_a_project_in_a_taken_place_is_a_one_line_error(
-    tmp_path: Path, taken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_project_in_a_taken_place_is_a_one_line_error(tmp_path: Path, taken: str, refused: Refused) -> None:
     place = tmp_path / "mine"
     (place if taken == "file" else place / "thesis").parent.mkdir(exist_ok=True)
     (place if taken == "file" else place / "thesis").write_text("precious")
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["midflight", "new", str(place)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert capfd.readouterr().err == f"midflight: {place} exists and is not an empty directory\n"
+    assert refused("new", place) == f"midflight: {place} exists and is not an empty directory"
     assert sorted(tmp_path.rglob("*")) == before

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from midflight import cli
 from midflight.config import SHIPPED_RECIPES
 from midflight.metrics.jsonl import read_metrics
+from refusals import Refused
 
 TESTS = Path(__file__).parents[1]
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
@@ -69,17 +69,7 @@ def test_a_run_of_user_defined_parts(tmp_path: Path) -> None:
         ("trainer.backend=single", "trainer.backend is now trainer.type"),
     ],
 )
-def test_an_unusable_part_is_a_one_line_error(
-    tmp_path: Path,
-    override: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unusable_part_is_a_one_line_error(tmp_path: Path, override: str, message: str, refused: Refused) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", ["midflight", "train", str(RECIPE), f"run.directory={run}", override])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert capfd.readouterr().err.splitlines() == [f"midflight: {message}"]
+    assert refused("train", RECIPE, f"run.directory={run}", override) == f"midflight: {message}"
     assert not run.exists()

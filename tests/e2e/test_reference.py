@@ -15,8 +15,7 @@ import pytest
 from midflight.config import SHIPPED_RECIPES
 from midflight.metrics.jsonl import read_metrics
 from midflight.testing.tiny_models import tiny_model
-
-from .conftest import Refused
+from refusals import Refused
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,7 @@ from midflight.models.loading import load_config, load_model, weights_of
 from midflight.protocols import Generator
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
 from narrowing import present
-
-from .conftest import Refused
+from refusals import Refused
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from midflight.cli import main
-
-from .conftest import Refused
+from refusals import Refused
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "scenarios" / "paper.toml"

@@ -17,8 +17,7 @@ from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.schedules import PipelineConfig
 from midflight.metrics.jsonl import read_metrics
 from narrowing import instance
-
-from .conftest import Refused
+from refusals import Refused
 
 pytestmark = pytest.mark.slow
 

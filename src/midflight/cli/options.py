@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="a TOML file, or the shipped recipe cpu_demo")]
+from midflight.config import SHIPPED_RECIPES
+
+SHIPPED = ", ".join(SHIPPED_RECIPES)
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help=f"a TOML file, or a shipped recipe: {SHIPPED}")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="changes to the recipe")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

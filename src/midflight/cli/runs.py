@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from midflight.cli.options import Json, Overrides, RecipeArgument
+from midflight.cli.options import SHIPPED, Json, Overrides, RecipeArgument
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe, model_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError
@@ -25,7 +25,10 @@ reward: share of right responses | lag: optimizer steps from sampling a token to
 
 def train(
     target: Annotated[
-        Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="a TOML file or a shipped recipe; with --resume a run")
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN_DIR", help=f"a TOML file or a shipped recipe ({SHIPPED}); with --resume a run"
+        ),
     ],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run")] = False,
@@ -100,7 +103,7 @@ def serve(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="RECIPE|MODEL_DIR", help="a TOML file, the shipped recipe cpu_demo, or a Hugging Face directory"
+            metavar="RECIPE|MODEL_DIR", help=f"a TOML file, a shipped recipe ({SHIPPED}), or a Hugging Face directory"
         ),
     ],
     overrides: Overrides = None,

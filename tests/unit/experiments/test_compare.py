@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from midflight import cli
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.errors import RecipeError, RunDirectoryError, WorkerError
@@ -23,6 +22,7 @@ from midflight.experiments.variants import parse_variants
 from midflight.trainer.checkpoints import checkpoints_in, save_checkpoint
 from midflight.trainer.state import TrainerState
 from narrowing import instance
+from refusals import Refused
 
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
@@ -106,22 +106,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
 def test_wrong_input_is_one_line_and_starts_no_run(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["midflight", "compare", str(RECIPE), *arguments, "--out", str(out)])
-    with pytest.raises(SystemExit) as exited:
-        cli.main()
-    captured = capsys.readouterr()
-    assert exited.value.code == 2
-    assert message in captured.err
-    assert len(captured.err.splitlines()) == 1
-    assert captured.out == ""
+    assert message in refused("compare", RECIPE, *arguments, "--out", out)
     assert not out.exists()
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from midflight.cli import main
 from midflight.config import dump_toml, load_scenario
 from midflight.launch.planning import estimate_scenario, plan_scenario
 from midflight.launch.scenarios import build_workload, scenario_schedule
@@ -15,6 +13,7 @@ from midflight.schedules.april import AprilSchedule
 from midflight.sim.costs import AffineCost
 from midflight.sim.formulas.analytic import one_step_off
 from midflight.sim.planner.plan import Goal
+from refusals import Refused
 
 ROOT = Path(__file__).parents[3]
 SCENARIOS = sorted((ROOT / "scenarios").glob("*.toml"))
@@ -132,15 +131,5 @@ def test_plan_notes_effects_missing_in_formulas() -> None:
         (["lengths.type=list"], "lengths.lengths is missing"),
     ],
 )
-def test_wrong_scenario_is_one_clear_line(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["midflight", "plan", str(PAPER), *arguments])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as exited:
-        main()
-    output = capsys.readouterr()
-    assert exited.value.code == 2
-    assert output.out == ""
-    assert output.err.startswith(f"midflight: {message}")
-    assert output.err.count("\n") == 1
+def test_wrong_scenario_is_one_clear_line(arguments: list[str], message: str, refused: Refused) -> None:
+    assert refused("plan", PAPER, *arguments).startswith(f"midflight: {message}")

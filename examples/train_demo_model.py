@@ -107,8 +107,8 @@ def demonstration_batches(tokenizer: Qwen2Tokenizer, seed: int) -> Iterator[Batc
     rng = random.Random(seed)
     sequences: list[tuple[list[int], int]] = []
     for problem in map(environment.problem, count()):
-        token_ids = tokenizer.encode(problem.prompt + demonstration(problem, rng))
-        sequences.append(([*token_ids, tokenizer.eos_token_id], len(problem.prompt)))
+        token_ids = tokenizer.encode(problem.text + demonstration(problem, rng))
+        sequences.append(([*token_ids, tokenizer.eos_token_id], len(problem.text)))
         if sum(len(token_ids) for token_ids, _ in sequences) >= TOKENS_PER_STEP:
             yield _pack(sequences)
             sequences = []

@@ -45,7 +45,7 @@ class ObedientTurns(ObedientEnvironment):
 
     def reset(self, problem: Problem) -> str:
         self._responses: list[str] = []
-        return problem.prompt
+        return problem.text
 
     def step(self, response: str) -> Any:
         self._responses.append(response)

@@ -39,7 +39,7 @@ class CheckedSums:
     def grade(self, problem: Problem, response: str) -> Grade:
         """Return the reward; evaluations report `accuracy`, and `steps` is the share of right steps."""
         written, _, total = response.rpartition("=")
-        expected = list(accumulate(map(int, problem.prompt[1::2])))
+        expected = list(accumulate(map(int, problem.text[1::2])))
         right = [int(step) == sum_ for step, sum_ in zip_longest(_STEP.findall(written), expected, fillvalue=-1)]
         accuracy, steps = float(total == problem.answer), sum(right) / len(right)
         return Grade((accuracy + steps) / 2, {"accuracy": accuracy, "steps": steps})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,26 @@ BoolArray = npt.NDArray[np.bool_]
 RolloutId = NewType("RolloutId", int)
 GroupId = NewType("GroupId", int)
 
+Message = dict[str, str]  # role and content
+Text = str | list[Message]
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a dataset: a question and its right answer."""
+    """One row of a dataset: a question and its right answer. A prompt of messages is rendered by the chat template."""
 
     problem_id: str
-    prompt: str
-    answer: str
+    prompt: Text
+    answer: str = ""
     difficulty: int = 0  # on the environment's own scale; evaluations report accuracy by difficulty
+    category: str = ""  # evaluations report accuracy by category, too
+    source: str = ""  # name of the source, if a task or an evaluation has several
+    columns: dict[str, Any] = field(default_factory=dict)  # other columns of the row; only rewards read them
+
+    @property
+    def text(self) -> str:
+        """Text of the prompt; messages are joined by empty lines, without their roles."""
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(item["content"] for item in self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +51,7 @@ class Grade:
 
     reward: float
     components: dict[str, float] = field(default_factory=dict)
-
-
-Message = dict[str, str]  # one message of a conversation: role and content
-Text = str | list[Message]
+    answer: str | None = None  # final answer found in the response, for majority votes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,7 @@ class GradedResponse:
 # --- generation -------------------------------------------------------------------------------------------------
 
 
-# The lowest and highest temperature other than 0. Beyond them, logits divided by the temperature leave the range in
-# which float32 can tell them apart.
+# Lowest and highest temperature except 0; beyond them, float32 cannot tell the scaled logits apart.
 TEMPERATURES = (0.001, 100.0)
 
 
@@ -348,9 +355,6 @@ class TrainingBatch:
     actor_state: ActorState
 
 
-# --- scheduling -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """Input of a schedule's decisions: counts, never clocks. Filtered, dropped and failed groups do not count.
@@ -385,9 +389,6 @@ class BatchChoice:
 
     train: tuple[GroupId, ...] = ()
     drop: tuple[GroupId, ...] = ()
-
-
-# --- weights ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Talkative(CountingEnvironment):
     def reset(self, problem: Problem) -> str:
         self._said = ""
         self._num_turns = 0
-        return problem.prompt
+        return problem.text
 
     def step(self, response: str) -> str | Grade:
         self._said += response

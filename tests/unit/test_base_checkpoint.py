@@ -72,9 +72,9 @@ def test_the_model_can_add_in_steps_but_often_guesses(
     start_with_steps = []
     for problem in ChainSums().held_out_problems(48):
         written = solution(problem)
-        token_ids = tokenizer(problem.prompt + written, return_tensors="pt")["input_ids"]
+        token_ids = tokenizer(problem.text + written, return_tensors="pt")["input_ids"]
         probabilities = model(token_ids).logits.softmax(-1)[0]
-        start = len(problem.prompt)
+        start = len(problem.text)
         predicted = probabilities[start - 1 : -1].argmax(-1)
         start_with_steps.append(float(probabilities[start - 1, tokenizer.encode("a")[0]]))
         digit_or_comma = torch.tensor([character in "0123456789," for character in written])

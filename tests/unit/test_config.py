@@ -16,6 +16,7 @@ from midflight.config.sections import (
     SharedMemoryWeightsConfig,
     SingleTrainerConfig,
 )
+from midflight.config.tasks import OwnTaskConfig
 from midflight.errors import RecipeError
 from midflight.run.directory import open_run
 from narrowing import instance
@@ -290,8 +291,8 @@ def test_change_of_type_keeps_keys_of_both_types(typed_file: Path) -> None:
 
 
 def test_change_of_type_drops_the_old_options(typed_file: Path) -> None:
-    assert load_recipe(typed_file, ["task.type=a:B"]).task.options == {"depth": 2}
-    changed = load_recipe(typed_file, ["task.type=a:C", "task.options.type=deep"]).task
+    assert instance(load_recipe(typed_file, ["task.type=a:B"]).task, OwnTaskConfig).options == {"depth": 2}
+    changed = instance(load_recipe(typed_file, ["task.type=a:C", "task.options.type=deep"]).task, OwnTaskConfig)
     assert (changed.options, changed.num_graders) == ({"type": "deep"}, 4)
     engine = load_recipe(typed_file, ["engine.type=a:B", "engine.options.x=1", "engine.type=a:C"]).engine
     assert engine == OwnEngineConfig(type="a:C", options={"x": 1}, threads=3)

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import pydantic
 
@@ -29,7 +29,6 @@ class FileKind(Generic[Document]):
     model: type[Document]
     noun: str
     error: type[MidflightError]
-    paths: tuple[tuple[str, str], ...]  # keys with paths, which are relative to the file
     moved: Mapping[str, str] = field(default_factory=dict)  # key in an earlier version -> key now
     shipped: Mapping[str, Path] = field(default_factory=dict)  # name -> file in the package
 
@@ -47,8 +46,7 @@ class FileKind(Generic[Document]):
             raise self.error(f"cannot read the {self.noun} {path}: {error.strerror}{names}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise self.error(f"{path} is not valid TOML: {error}") from error
-        self._anchor_paths(values, path.resolve().parent)
-        return self.build(values, overrides)
+        return self.build(_anchored(values, self.model, path.resolve().parent), overrides)
 
     def build(self, values: dict[str, Any], overrides: Sequence[str] = ()) -> Document:
         """Override and validate values. Raises: `error`, as `load`."""
@@ -86,12 +84,6 @@ class FileKind(Generic[Document]):
         section, _, name = override.partition("=")[0].strip().partition(".")
         return not (name == "type" and self._keeps(section))
 
-    def _anchor_paths(self, values: dict[str, Any], directory: Path) -> None:
-        for section, key in self.paths:
-            table = values.get(section)
-            if isinstance(table, dict) and isinstance(table.get(key), str):
-                table[key] = str((directory / Path(table[key]).expanduser()).resolve())
-
     def _apply_override(self, values: dict[str, Any], override: str) -> None:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
@@ -104,7 +96,7 @@ class FileKind(Generic[Document]):
         override_values: dict[str, Any] = {parts[-1]: value}
         for part in reversed(parts[:-1]):
             override_values = {part: override_values}
-        self._anchor_paths(override_values, Path.cwd())
+        override_values = _anchored(override_values, self.model, Path.cwd())
         if parts[1:] == ["type"] and isinstance(values.get(parts[0]), dict):
             self._change_type(values[parts[0]], parts[0], value)
         self._merge(values, override_values, key)
@@ -139,12 +131,10 @@ class FileKind(Generic[Document]):
 
     def _one_line(self, error: pydantic.ValidationError) -> str:
         first = error.errors()[0]
-        section, *inner = [str(part) for part in first["loc"]] or [""]
-        members = self._members(section)
-        chosen = inner.pop(0) if inner and inner[0] in members else ""
-        key = ".".join([section, *inner])
+        key, section, chosen, members = self._locate([str(part) for part in first["loc"]])
+        name = key.rpartition(".")[2]
         if first["type"] == "extra_forbidden":
-            owners = [name for name, member in members.items() if key.partition(".")[2] in member.model_fields]
+            owners = [owner for owner, member in members.items() if name in member.model_fields]
             if chosen and owners:
                 return f"{key} is a key of {' and '.join(owners)}, but {section}.type = {chosen!r}"
             return f"unknown key {key}{self._suggestion(key)}"
@@ -155,6 +145,28 @@ class FileKind(Generic[Document]):
         message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
         got = "" if isinstance(first["input"], dict) or not key else f", got {first['input']!r}"
         return f"{key}: {message}{got}" if key else message
+
+    def _locate(self, location: Sequence[str]) -> tuple[str, str, str, dict[str, type[Section]]]:
+        """Return the key at a place in the document, and about the innermost section with a choice: key, type, members.
+
+        Pydantic's locations have the chosen type of a section after its key.
+        """
+        key: list[str] = []
+        section, chosen = "", ""
+        members: dict[str, type[Section]] = {}
+        sections: list[type[Section]] = [self.model]
+        for part in location:
+            if chosen == "" and part in members:
+                chosen = part
+                sections = [members[part]]
+                continue
+            key.append(part)
+            annotations = [item.model_fields[part].annotation for item in sections if part in item.model_fields]
+            if annotations:
+                sections = sections_of(annotations[0])
+            if new_members := members_of(annotations[0]) if annotations else {}:
+                section, chosen, members = ".".join(key), "", new_members
+        return ".".join(key), section, chosen, members
 
     def _members(self, section: str) -> dict[str, type[Section]]:
         """The sections that its `type` chooses from; none if it has only one form."""
@@ -183,7 +195,6 @@ RECIPE = FileKind(
     Recipe,
     "recipe",
     RecipeError,
-    paths=(("model", "path"), ("run", "directory"), ("reference", "path"), ("weights", "directory")),
     moved={
         "trainer.backend": "trainer.type",
         "loss.function": "loss.type",
@@ -191,7 +202,7 @@ RECIPE = FileKind(
     },  # since version 0.1
     shipped=SHIPPED_RECIPES,
 )
-SCENARIO = FileKind(Scenario, "scenario", ScenarioError, paths=(("lengths", "directory"), ("lengths", "file")))
+SCENARIO = FileKind(Scenario, "scenario", ScenarioError)
 
 
 load_recipe, load_scenario = RECIPE.load, SCENARIO.load
@@ -212,6 +223,19 @@ def dump_toml(document: Section) -> str:
         keys = sorted(values, key=lambda key: key != "type")  # the type first, since the other keys depend on it
         lines += [f"[{section}]", *(f"{key} = {_toml_value(values[key])}" for key in keys), ""]
     return "\n".join(lines)
+
+
+def _anchored(value: Any, annotation: Any, directory: Path) -> Any:
+    """Return a value of a document with all relative paths below `directory`; the annotation says what is a path."""
+    if isinstance(value, str) and Path in (annotation, *get_args(annotation)):
+        return str((directory / Path(value).expanduser()).resolve())
+    if isinstance(value, list):
+        return [_anchored(item, annotation, directory) for item in value]
+    if isinstance(value, dict):
+        sections = sections_of(annotation)
+        fields = {key: info.annotation for section in sections for key, info in section.model_fields.items()}
+        return {key: _anchored(item, fields.get(key), directory) for key, item in value.items()}
+    return value
 
 
 def _type_name(annotation: Any) -> str:

@@ -9,6 +9,7 @@ import pydantic
 from midflight.config import algorithms, sections
 from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
+from midflight.config.tasks import BuiltInTaskConfig, TaskConfig
 
 GROUP_BASELINES = ("group_mean", "group_mean_std", "leave_one_out")
 
@@ -16,7 +17,7 @@ GROUP_BASELINES = ("group_mean", "group_mean_std", "leave_one_out")
 class Recipe(Section):
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig
-    task: sections.TaskConfig = sections.TaskConfig()
+    task: TaskConfig = BuiltInTaskConfig()
     sampling: sections.SamplingConfig = sections.SamplingConfig()
     engine: sections.EngineConfig = sections.EmbeddedEngineConfig()
     schedule: ScheduleConfig = PipelineConfig()

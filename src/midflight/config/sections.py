@@ -1,4 +1,4 @@
-"""The plain sections: run, model, task, sampling, engine, batch, streams, weights, trainer and so on."""
+"""The plain sections: run, model, sampling, engine, batch, streams, weights, trainer and so on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pydantic
 from pydantic import Field
 
 from midflight.config.section import ByType, OwnSection, Section
+from midflight.config.tasks import Source
 from midflight.types import TEMPERATURES
 
 
@@ -22,15 +23,6 @@ class ModelConfig(Section):
     path: Path = Field(description="Hugging Face model directory (config.json, *.safetensors, tokenizer.json)")
 
 
-class TaskConfig(Section):
-    type: str = Field("chain_sums", description="name of a built-in environment, or package.module:Class")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
-    num_graders: int = Field(1, ge=1, description="number of processes that grade responses")
-    grading_timeout_s: float = Field(
-        10.0, gt=0, description="timeout of one answer of the environment; a late one fails its rollout, seconds"
-    )
-
-
 class SamplingConfig(Section):
     max_tokens: int = Field(160, ge=1, description="largest length of a response, all turns together, tokens")
     temperature: float = Field(
@@ -39,6 +31,19 @@ class SamplingConfig(Section):
         le=TEMPERATURES[1],
         description="temperature of the sampling distribution; the trainer applies the same temperature",
     )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the likeliest tokens whose probabilities add up to this; 1: from all"
+    )
+    top_k: int = Field(0, ge=0, description="sample from this many likeliest tokens; 0: from all")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="sample from tokens at least this many times as likely as the likeliest one"
+    )
+    stop: tuple[str, ...] = Field((), description="texts that end a response, besides the model's end tokens")
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if some tokens are never sampled, although the policy gives them a probability."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
@@ -219,6 +224,7 @@ class TrainerOptions(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep")
+    keep_best: bool = Field(False, description="also keep the checkpoint with the highest accuracy; needs eval.every")
     max_nonfinite_steps: int = Field(
         5, ge=1, description="the run ends after this many steps in a row without a finite loss or gradient"
     )
@@ -316,11 +322,34 @@ class SupervisorConfig(Section):
     )
 
 
+class EvalSet(Section):
+    """One set of problems to evaluate, with its own rewards and sampling parameters."""
+
+    name: str = Field(min_length=1, pattern=r"^[\w.-]+$", description="name of the set in results and metrics")
+    task: Source = Field(description="source of the problems; a dataset's rows are all used, or its held-out rows")
+    num_problems: int | None = Field(None, ge=1, description="number of problems; default: all of a dataset, or 512")
+    samples: int = Field(1, ge=1, description="responses per problem: the k of avg@k, pass@k and maj@k")
+    temperature: float = Field(1.0, ge=0, le=TEMPERATURES[1], description="temperature; 0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="as sampling.top_p")
+    top_k: int = Field(0, ge=0, description="as sampling.top_k")
+    min_p: float = Field(0.0, ge=0, lt=1, description="as sampling.min_p")
+    max_tokens: int | None = Field(
+        None, ge=1, description="largest length of a response, tokens; default: sampling.max_tokens"
+    )
+
+
 class EvalConfig(Section):
     num_problems: int = Field(
         512, ge=0, description="number of held-out problems, evaluated before and after the run; 0: no evaluation"
     )
-    num_in_flight: int = Field(256, ge=1, description="problems in flight")
+    num_in_flight: int = Field(256, ge=1, description="responses in flight")
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="evaluate during the run, after every so many optimizer steps: the run's engines answer between"
+        " rollouts; default: only before and after the run",
+    )
+    sets: tuple[EvalSet, ...] = Field((), description="[[eval.sets]]: further problems to evaluate")
     hard_from: int = Field(5, ge=0, description="accuracy is also reported for problems of at least this difficulty")
 
 

@@ -142,7 +142,7 @@ def _draw(rng: random.Random, num_terms: int, held_out: bool) -> tuple[str, str]
 
 def _terms(problem: Problem) -> list[tuple[str, int]]:
     """Label and number of every term."""
-    text = problem.prompt.removesuffix(":")
+    text = problem.text.removesuffix(":")
     return [(label, int(number)) for label, number in zip(text[::2], text[1::2], strict=True)]
 
 

@@ -21,7 +21,7 @@ class OneTurn:
     def held_out_problems(self, num_problems: int) -> list[Problem]:
         return self._task.held_out_problems(num_problems)
 
-    def reset(self, problem: Problem) -> str:
+    def reset(self, problem: Problem) -> Text:
         self._problem = problem
         return problem.prompt
 

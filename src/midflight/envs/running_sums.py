@@ -45,7 +45,7 @@ class RunningSums:
         return [self._draw(rng, f"running_sums/held_out/{index}", held_out=True) for index in range(num_problems)]
 
     def reset(self, problem: Problem) -> str:
-        self._texts = [f"{part}:" for part in problem.prompt.split(":") if part]
+        self._texts = [f"{part}:" for part in problem.text.split(":") if part]
         self._sums = problem.answer.split(",")
         self._num_right = 0
         return self._texts[0]

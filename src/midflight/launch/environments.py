@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from midflight.config import Recipe
-from midflight.launch.importing import Joint
+from midflight.config.tasks import BuiltInSource, OwnSource
+from midflight.launch.importing import Joint, keys_of
 from midflight.protocols import Environment, GradedTask
 
 ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
@@ -17,4 +18,5 @@ ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
 def build_environment(recipe: Recipe) -> Environment | GradedTask:
     """Return the environment. Raises: RecipeError if its class cannot be imported, or fails with these options."""
     task = recipe.task
-    return ENVIRONMENTS.try_to_make(task.type, {"seed": recipe.run.seed}, task.options)
+    options = task.options if isinstance(task, BuiltInSource | OwnSource) else keys_of(task)
+    return ENVIRONMENTS.try_to_make(task.type, {"seed": recipe.run.seed}, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from midflight.config import Recipe
 from midflight.envs.one_turn import first_text
@@ -14,6 +13,15 @@ from midflight.protocols import Environment, GradedTask, Tokenizer
 from midflight.types import Problem
 
 _NUM_SAMPLES = 64
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "problem_id": (str,),
+    "prompt": (str, list),
+    "answer": (str,),
+    "difficulty": (int,),
+    "category": (str,),
+    "source": (str,),
+    "columns": (dict,),
+}
 
 
 def check_task(recipe: Recipe, environment: Environment | GradedTask, tokenizer: Tokenizer) -> None:
@@ -51,10 +59,11 @@ def _check_problem(returned: str, problem: object) -> None:
     """Check the fields of a problem. Raises: RecipeError that begins with `returned` and names the wrong field."""
     if not isinstance(problem, Problem):
         raise RecipeError(f"{returned} {type(problem).__name__}, not a Problem")
-    for field in fields(problem):
-        value, expected = getattr(problem, field.name), int if field.name == "difficulty" else str
+    for name, expected in _FIELD_TYPES.items():
+        value = getattr(problem, name)
         if not isinstance(value, expected):
-            raise RecipeError(f"{returned} Problem whose {field.name} is {value!r}, not of type {expected.__name__}")
+            types = " or ".join(item.__name__ for item in expected)
+            raise RecipeError(f"{returned} Problem whose {name} is {value!r}, not of type {types}")
 
 
 def _check_tokenizer_fits(recipe: Recipe, tokenizer: Tokenizer, prompt: str) -> None:

@@ -54,7 +54,7 @@ class Talking(CountingEnvironment):
         self._num_left, self._text = num_turns, text
 
     def reset(self, problem: Problem) -> str:
-        return problem.prompt
+        return problem.text
 
     def step(self, response: str) -> str | Grade:
         assert response == "0" * (TURN - 1), "a response comes without the token that ended it"

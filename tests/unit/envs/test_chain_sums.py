@@ -28,8 +28,8 @@ def test_documented_example_has_the_documented_solution() -> None:
 
 @given(problems)
 def test_problems_are_well_formed(problem: Problem) -> None:
-    assert re.fullmatch(r"(?:[a-x][1-9])+:", problem.prompt)
-    labels, digits = problem.prompt[:-1:2], problem.prompt[1::2]
+    assert re.fullmatch(r"(?:[a-x][1-9])+:", problem.text)
+    labels, digits = problem.text[:-1:2], problem.text[1::2]
     assert "abcdefghijklmnopqrstuvwx".startswith(labels)
     assert 2 <= num_terms(problem) == len(labels) <= 24
     assert int(problem.answer) == sum(map(int, digits))
@@ -40,13 +40,13 @@ def test_problems_are_well_formed(problem: Problem) -> None:
 
 @given(problems)
 def test_no_training_problem_is_held_out(problem: Problem) -> None:
-    assert not is_held_out(problem.prompt)
+    assert not is_held_out(problem.text)
 
 
 def test_training_and_held_out_prompts_of_two_terms_are_disjoint() -> None:
     environment = ChainSums(max_terms=2)  # 81 prompts; 2000 draws give every training prompt among them
     trained = {environment.problem(index).prompt for index in range(2000)}
-    held_out = {problem.prompt for problem in environment.held_out_problems(200)}
+    held_out = {problem.text for problem in environment.held_out_problems(200)}
     assert trained.isdisjoint(held_out)
     assert len(trained) + len(held_out) == 81
 
@@ -61,11 +61,11 @@ def test_held_out_problems_depend_on_neither_seed_nor_number() -> None:
     many = ChainSums(seed=1).held_out_problems(300)
     assert ChainSums(seed=2).held_out_problems(300) == many
     assert ChainSums(seed=2).held_out_problems(100) == many[:100]
-    assert all(is_held_out(problem.prompt) for problem in many)
+    assert all(is_held_out(problem.text) for problem in many)
 
 
 def test_only_short_held_out_prompts_repeat() -> None:
-    counts = Counter(problem.prompt for problem in ChainSums().held_out_problems(512))
+    counts = Counter(problem.text for problem in ChainSums().held_out_problems(512))
     repeated = {prompt for prompt, count in counts.items() if count > 1}
     assert all(len(prompt) <= len("a1b1c1:") for prompt in repeated)
     two_terms = {prompt for prompt in counts if len(prompt) == len("a1b1:")}
@@ -192,7 +192,7 @@ def test_every_demonstration_ends_with_an_answer(problem: Problem, rng: random.R
 def test_slip_is_wrong_and_carries_over(problem: Problem, rng: random.Random) -> None:
     response = demonstration(problem, rng, Flaws(blurt=0.0, slip=1.0, give_up=0.0))
     totals = [0, *map(int, re.findall(r",(\d+)", response))]
-    numbers = map(int, problem.prompt[1::2])
+    numbers = map(int, problem.text[1::2])
     for before, number, after in zip(totals, numbers, totals[1:], strict=False):
         assert 1 <= abs(after - before - number) <= 2
     assert response.endswith(f",{totals[-1]}={totals[-1]}")

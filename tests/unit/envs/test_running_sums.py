@@ -36,12 +36,12 @@ def test_problems_are_reproducible_and_split() -> None:
     for index in range(50):
         problem = environment.problem(index)
         assert problem == RunningSums(seed=3, num_turns=2).problem(index)
-        assert not is_held_out(problem.prompt)
-        terms = [int(digit) for digit in problem.prompt if digit.isdigit()]
+        assert not is_held_out(problem.text)
+        terms = [int(digit) for digit in problem.text if digit.isdigit()]
         assert problem.answer == f"{sum(terms[:2])},{sum(terms)}"
     held_out = environment.held_out_problems(20)
     assert held_out == RunningSums(seed=4).held_out_problems(20)
-    assert all(is_held_out(problem.prompt) for problem in held_out)
+    assert all(is_held_out(problem.text) for problem in held_out)
 
 
 def test_episodes_of_one_environment_are_independent() -> None:

@@ -10,11 +10,13 @@ from rich.console import Console
 
 from benchmarks.digest import digest
 from benchmarks.size import size
+from benchmarks.tasks.command import tasks
 from midflight.metrics.jsonl import json_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Run nothing else on it.")
 app.command()(digest)
 app.command()(size)
+app.command()(tasks)
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 ModelOption = Annotated[str, typer.Option("--model", help="demo, smollm2, or a model directory")]

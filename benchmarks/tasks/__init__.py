@@ -1,0 +1,1 @@
+"""Benchmarks of tasks: datasets, rewards, the sandbox and evaluation, one module each."""

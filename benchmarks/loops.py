@@ -18,6 +18,7 @@ from midflight.launch.build import (
 from midflight.launch.engines import build_engine
 from midflight.launch.environments import build_environment
 from midflight.launch.objectives import build_objective
+from midflight.launch.prompts import build_prompts
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
@@ -78,13 +79,13 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
     backend = build_trainer(recipe, weights)
     backend.init(rank=0)
     backend.publish_weights(0)
-    schedule, tokenizer = recipe_schedule(recipe), load_tokenizer(recipe.model.path)
+    schedule, prompts = recipe_schedule(recipe), build_prompts(recipe, load_tokenizer(recipe.model.path))
     engine = build_engine(
         recipe, load_config(recipe.model.path), weights.receive()[1], max_num_seqs=schedule.max_in_flight
     )
     environment = build_environment(recipe)
-    actor_config = build_actor_config(recipe, tokenizer)
-    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), tokenizer)
+    actor_config = build_actor_config(recipe, prompts)
+    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), prompts)
     every_iteration = Intervals(grades_s=0)
     sink: _Groups | PreprocessAtOnce
     if recipe.preprocess.process == "own":

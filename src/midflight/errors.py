@@ -5,6 +5,7 @@ MidflightError
 ├── ScenarioError        a scenario is wrong: names the key and values that would work   exit code 2
 ├── RunDirectoryError    the run directory cannot be used for this command               exit code 2
 ├── ModelError           the model directory or its tokenizer does not fit               exit code 2
+├── PromptError          the chat template does not fit the prompts: gives its reason   exit code 2
 ├── RequestError         a generation request cannot be served: names the wrong number   exit code 2
 ├── GenerationError      generation failed, and the requests in flight are lost          exit code 1
 ├── GenerationLostError  a generation server is unreachable or dropped the connection    exit code 1
@@ -41,6 +42,10 @@ class RunDirectoryError(MidflightError):
 
 
 class ModelError(MidflightError):
+    exit_code = 2
+
+
+class PromptError(MidflightError):
     exit_code = 2
 
 

@@ -121,11 +121,16 @@ class Tokenizer(Protocol):
         conversation: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool,
+        tokenize: bool,
         return_dict: bool,
         **template_arguments: Any,
-    ) -> list[int]:
-        """Return the token ids of a conversation. Any exception is possible: a template can refuse a conversation."""
+    ) -> Any:
+        """Return the token ids of a conversation, or its text unless `tokenize`.
+
+        Any exception is possible: a template can refuse a conversation.
+        """
         ...
 
     def save_pretrained(self, save_directory: Path) -> object: ...

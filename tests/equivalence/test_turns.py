@@ -12,6 +12,7 @@ import pytest
 from equivalence.test_provenance import logprobs_under
 from midflight.actor.actor import Actor, ActorConfig
 from midflight.actor.partials import PartialBuffer
+from midflight.models.prompts import PromptFormat
 from midflight.preprocess.batches import trajectory_of
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader
@@ -41,7 +42,9 @@ class Talkative(CountingEnvironment):
 def new_actor(partials: PartialBuffer | None = None) -> Actor:
     engine, environment = tiny_engine(tiny_model(), max_new_tokens=40), Talkative()
     grader = ImmediateGrader(environment, delay_of=lambda rollout: rollout % 2)
-    return Actor(CONFIG, engine, environment, grader, DigitTokenizer(), partials.load() if partials else None)
+    return Actor(
+        CONFIG, engine, environment, grader, PromptFormat(DigitTokenizer()), partials.load() if partials else None
+    )
 
 
 def run_to_end(actor: Actor, disturb: Callable[[Actor, int], Actor]) -> list[Rollout]:

@@ -24,6 +24,7 @@ from midflight.actor.partials import PartialBuffer
 from midflight.errors import GenerationLostError
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.metrics.lengths import length_bias
+from midflight.models.prompts import PromptFormat
 from midflight.preprocess.advantages import group_mean
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.loop import PreprocessAtOnce, Preprocessor
@@ -170,7 +171,9 @@ class Run:
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
         self.generator = self.make_generator()
         checkpoint = restored_actor(self.partials, [self.stream], self.checkpoint) if self.partials else None
-        self.actor = Recording(self.config, self.generator, environment, grader, DigitTokenizer(), checkpoint)
+        self.actor = Recording(
+            self.config, self.generator, environment, grader, PromptFormat(DigitTokenizer()), checkpoint
+        )
         self.actor.handed_over = self.batches
         preprocessing = Preprocessing(group_mean, max_tokens=1 << 30, max_response_tokens=1 << 30)
         tracer = Tracer(None, "test")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from midflight.actor.episodes import Episodes, turn_of
 from midflight.actor.ledger import Ledger
 from midflight.errors import RolloutError
-from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
+from midflight.models.prompts import PromptFormat
+from midflight.protocols import Environment, Generator, GradedTask, Grader
 from midflight.types import (
     ActorCheckpoint,
     ActorState,
@@ -56,7 +57,7 @@ class Actor:
         generator: Generator,
         environment: Environment | GradedTask,
         grader: Grader,
-        tokenizer: Tokenizer,
+        prompts: PromptFormat,
         checkpoint: ActorCheckpoint | None = None,
     ) -> None:
         """Continue from `checkpoint`: open groups keep the rollouts in it; their other members are generated again."""
@@ -64,7 +65,7 @@ class Actor:
         self._generator = generator
         self._environment = environment
         self._episodes = Episodes(
-            generator, environment, grader, tokenizer, config.sampling, config.seed, config.max_length
+            generator, environment, grader, prompts, config.sampling, config.seed, config.max_length
         )
         self.ledger = Ledger(config.batch_size, config.group_size, checkpoint.state if checkpoint else None)
         self._groups: dict[GroupId, RolloutGroup] = {}  # open or ready
@@ -147,13 +148,9 @@ class Actor:
 
     def _new_group(self, group_id: GroupId) -> RolloutGroup:
         problem = self._environment.problem(group_id)
-        prompt = self._episodes.prompt(problem)
         first = group_id * self._config.group_size
-        rollouts = [
-            Rollout(RolloutId(first + member), group_id, RolloutStatus.PARTIAL, [prompt])
-            for member in range(self._config.group_size)
-        ]
-        return RolloutGroup(group_id, problem, rollouts)
+        rollout_ids = [RolloutId(first + member) for member in range(self._config.group_size)]
+        return RolloutGroup(group_id, problem, self._episodes.new_rollouts(problem, group_id, rollout_ids))
 
     def _problem_of(self, rollout: Rollout) -> Problem:
         return self._groups[rollout.group_id].problem

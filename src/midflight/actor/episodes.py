@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from midflight.actor.failures import log_once, reason_of
 from midflight.actor.partials import segments_from
 from midflight.envs.one_turn import first_text, with_turns
-from midflight.errors import RequestError
-from midflight.models.text import encode_prompt, encode_turn, joined, response_text
-from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
+from midflight.errors import PromptError, RequestError
+from midflight.models.prompts import PromptFormat
+from midflight.protocols import Environment, Generator, GradedTask, Grader
 from midflight.types import (
     Completion,
     FinishReason,
@@ -24,6 +25,7 @@ from midflight.types import (
     GenerationRequest,
     Grade,
     GradedResponse,
+    GroupId,
     Problem,
     Rollout,
     RolloutId,
@@ -32,6 +34,8 @@ from midflight.types import (
     Segment,
     Text,
 )
+
+_NO_PROMPT = Segment.given(())
 
 
 class Episodes:
@@ -47,22 +51,33 @@ class Episodes:
         generator: Generator,
         environment: Environment | GradedTask,
         grader: Grader,
-        tokenizer: Tokenizer,
+        prompts: PromptFormat,
         sampling: SamplingParams,
         seed: int,
         max_length: int | None = None,
     ) -> None:
-        self._generator, self._grader, self._tokenizer = generator, grader, tokenizer
+        self._generator, self._grader, self._prompts = generator, grader, prompts
         self._environment = with_turns(environment)
         self._sampling, self._seed, self._max_length = sampling, seed, max_length
         self._active: dict[RolloutId, tuple[Rollout, Problem]] = {}
         self.num_generated = 0  # tokens of turns that ended or were interrupted
 
-    def prompt(self, problem: Problem) -> Segment:
-        return Segment.given(encode_prompt(self._tokenizer, joined(first_text(self._environment, problem))))
+    def new_rollouts(self, problem: Problem, group_id: GroupId, rollout_ids: Sequence[RolloutId]) -> list[Rollout]:
+        """Return rollouts to start; they are FAILED if the problem's prompt cannot be made."""
+        prompt, status, failure = _NO_PROMPT, RolloutStatus.PARTIAL, ""
+        try:
+            prompt = self._prompt(problem)
+        except Exception as error:  # an error of the environment, or a prompt that does not fit
+            log_once(error)
+            status, failure = RolloutStatus.FAILED, reason_of(error)
+        return [Rollout(rollout_id, group_id, status, [prompt], failure=failure) for rollout_id in rollout_ids]
 
     def start(self, rollouts: Sequence[tuple[Rollout, Problem]]) -> None:
-        """Generate the current turns of these rollouts. A rollout that the generator refuses is FAILED."""
+        """Generate the current turns of these rollouts, except FAILED ones.
+
+        A rollout that the generator refuses becomes FAILED.
+        """
+        rollouts = [(rollout, problem) for rollout, problem in rollouts if not rollout.is_done]
         try:
             self._generator.add([self._request(rollout) for rollout, _ in rollouts])
         except RequestError as error:
@@ -80,8 +95,8 @@ class Episodes:
         """Submit the response of an ended turn to the environment."""
         self._active[rollout.rollout_id] = rollout, problem
         *earlier, last = rollout.turns
-        responses = [response_text(self._tokenizer, turn, FinishReason.STOP) for turn in earlier]
-        responses.append(response_text(self._tokenizer, last, rollout.finish_reason))
+        responses = [self._prompts.response_text(turn, FinishReason.STOP) for turn in earlier]
+        responses.append(self._prompts.response_text(last, rollout.finish_reason))
         self._grader.submit(rollout.rollout_id, problem, responses)
 
     def step(self) -> list[Rollout]:
@@ -119,6 +134,13 @@ class Episodes:
         return segments_from(rollout.segments[1:], start)
 
     # ----------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, problem: Problem) -> Segment:
+        token_ids = self._prompts.encode_prompt(first_text(self._environment, problem))
+        limit = self._prompts.max_prompt_tokens
+        if limit is not None and len(token_ids) > limit:
+            raise PromptError(f"a prompt has {len(token_ids)} tokens, more than engine.max_prompt_tokens = {limit}")
+        return Segment.given(token_ids)
 
     def _request(self, rollout: Rollout) -> GenerationRequest:
         context, turn = GeneratedTokens.joined([segment.tokens for segment in _before_turn(rollout)]), turn_of(rollout)
@@ -165,7 +187,12 @@ class Episodes:
         return rollout
 
     def _continue(self, rollout: Rollout, problem: Problem, text: Text) -> None:
-        given = Segment.given(encode_turn(self._tokenizer, text))
+        last_token = int(rollout.segments[-1].tokens.token_ids[-1])
+        try:
+            given = Segment.given(self._prompts.encode_turn(text, last_token))
+        except PromptError as error:
+            self._end(rollout, failure=f"{type(error).__name__}: {error}")
+            return
         if not len(given):
             self._end(rollout, failure="the environment's text has no tokens")
         elif (

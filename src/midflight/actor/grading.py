@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from midflight.actor.failures import log_once, reason_of
-from midflight.envs.one_turn import with_turns
+from midflight.envs.one_turn import checked_text, with_turns
 from midflight.protocols import Environment, GradedTask
-from midflight.types import Grade, GradedResponse, Problem, RolloutId, Text
+from midflight.types import Grade, GradedResponse, Problem, RolloutId
 
 _MAX_LIVE_EPISODES = 4096  # a dropped episode is repeated from its responses when it continues
 
@@ -30,7 +30,7 @@ class LiveEpisodes:
             answer: object = episode.environment.step(responses[-1])
             if not isinstance(answer, str | list):
                 return GradedResponse(rollout_id, _checked(answer))
-            text = _checked_text(answer)
+            text = checked_text(answer, "step()")
             episode.responses.append(responses[-1])
             self._live[rollout_id] = episode
             if len(self._live) > _MAX_LIVE_EPISODES:
@@ -76,16 +76,6 @@ def _checked(grade: object) -> Grade:
             raise TypeError(f"a component has the name {name!r}, which is not a string")
         components[name] = _number(f"component {name!r}", value)
     return Grade(_number("reward", grade.reward), components)
-
-
-def _checked_text(text: Text) -> Text:
-    """Return the text as it is. Raises: TypeError."""
-    for message in text if isinstance(text, list) else ():
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise TypeError(f"step() returned a message {message!r}, not a dict with role and content")
-        if not isinstance(message.get("content"), str):
-            raise TypeError(f"step() returned a message whose content is a {type(message.get('content')).__name__}")
-    return text
 
 
 def _number(name: str, value: object) -> float:

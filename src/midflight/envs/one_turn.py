@@ -39,5 +39,22 @@ def with_turns(environment: Environment | GradedTask) -> Environment:
 
 
 def first_text(environment: Environment | GradedTask, problem: Problem) -> Text:
-    """Return the prompt of an episode, from a copy of the environment that is then discarded."""
-    return copy.copy(with_turns(environment)).reset(problem)
+    """Return the prompt of an episode, from a copy of the environment that is then discarded.
+
+    Raises: TypeError if it is neither text nor messages; any error of the environment.
+    """
+    return checked_text(copy.copy(with_turns(environment)).reset(problem), "reset()")
+
+
+def checked_text(text: object, method: str) -> Text:
+    """Return the text or the messages that `method` returned, as they are. Raises: TypeError."""
+    if isinstance(text, str):
+        return text
+    if not isinstance(text, list):
+        raise TypeError(f"{method} returned a {type(text).__name__}, neither text nor messages")
+    for message in text:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise TypeError(f"{method} returned a message {message!r}, not a dict with role and content")
+        if not isinstance(message.get("content"), str):
+            raise TypeError(f"{method} returned a message whose content is a {type(message.get('content')).__name__}")
+    return text

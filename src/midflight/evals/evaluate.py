@@ -11,8 +11,9 @@ import numpy as np
 
 from midflight.actor.episodes import Episodes
 from midflight.concurrency.wake_up import WAIT_SLICE_S
-from midflight.protocols import Environment, Generator, GradedTask, Grader, Tokenizer
-from midflight.types import Float64Array, GroupId, Problem, Rollout, RolloutId, RolloutStatus, SamplingParams
+from midflight.models.prompts import PromptFormat
+from midflight.protocols import Environment, Generator, GradedTask, Grader
+from midflight.types import Float64Array, GroupId, Problem, RolloutId, RolloutStatus, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Evaluator:
     generator: Generator
     environment: Environment | GradedTask
     grader: Grader
-    tokenizer: Tokenizer
+    prompts: PromptFormat
     seed: int
     max_length: int | None = None  # of a rollout (tokens); None: no limit
 
@@ -61,11 +62,12 @@ class Evaluator:
         Raises: RolloutError if the grader gives up.
         """
         episodes = Episodes(
-            self.generator, self.environment, self.grader, self.tokenizer, sampling, self.seed, self.max_length
+            self.generator, self.environment, self.grader, self.prompts, sampling, self.seed, self.max_length
         )
         rollouts = [
-            Rollout(RolloutId(index), GroupId(index), RolloutStatus.PARTIAL, [episodes.prompt(problem)])
+            rollout
             for index, problem in enumerate(problems)
+            for rollout in episodes.new_rollouts(problem, GroupId(index), [RolloutId(index)])
         ]
         episodes.start(list(zip(rollouts, problems, strict=True)))
         while self.generator.num_in_flight or self.grader.num_pending:

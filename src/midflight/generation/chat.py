@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
 from midflight.generation.http_errors import ApiError
 from midflight.generation.request_schemas import ChatMessage, ChatRequest, ToolCall
-from midflight.models.text import encode_chat
+from midflight.models.text import encode_chat, reserved_arguments
 from midflight.protocols import Tokenizer
 
 
@@ -17,8 +16,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # A request must not replace the template or change the form of the result.
-        self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._reserved = reserved_arguments(tokenizer)
 
     def encode(self, body: ChatRequest) -> list[int]:
         """Return the token ids of a conversation, up to the start of the model's answer.
@@ -35,7 +33,7 @@ class ChatEncoder:
         use_tools = body.tools and body.tool_choice != "none"
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if use_tools else None
         try:
-            return encode_chat(self._tokenizer, messages, tools, arguments)
+            return encode_chat(self._tokenizer, messages, tools, template_arguments=arguments)
         except Exception as error:  # a template may raise any exception
             raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
 

@@ -16,7 +16,7 @@ from midflight.generation.chat import ChatEncoder
 from midflight.generation.http_errors import ApiError
 from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
 from midflight.generation.schemas import NUM_ROLLOUT_IDS, Generated, tokens_of
-from midflight.models.text import decode, encode_prompt
+from midflight.models.text import decode, encode_text
 from midflight.protocols import Tokenizer
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
 
@@ -57,7 +57,7 @@ class AsyncTokenizer:
                 text.encode()
         except UnicodeEncodeError as error:
             raise ApiError(400, f"prompt: character {error.start} is an unpaired surrogate", param="prompt") from error
-        return await self._in_thread(lambda: [encode_prompt(self._tokenizer, text) for text in texts])
+        return await self._in_thread(lambda: [encode_text(self._tokenizer, text) for text in texts])
 
     async def encode_chat(self, body: ChatRequest) -> list[int]:
         """Render a conversation with the chat template and encode it. Raises: ApiError 400 as `ChatEncoder.encode`."""

@@ -25,12 +25,14 @@ from midflight.launch.environments import build_environment
 from midflight.launch.importing import Joint, own_options
 from midflight.launch.metrics import check_sinks
 from midflight.launch.objectives import build_objective
+from midflight.launch.prompts import build_prompts
 from midflight.launch.schedules import build_schedule
 from midflight.launch.streams import check_streams
 from midflight.launch.task_check import check_task
 from midflight.launch.weights import check_weights
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids
 from midflight.models.lora import LoraSettings
+from midflight.models.prompts import PromptFormat
 from midflight.preprocess.advantages import Advantage
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
@@ -60,12 +62,12 @@ def recipe_schedule(recipe: Recipe) -> Schedule:
     )
 
 
-def build_actor_config(recipe: Recipe, tokenizer: Tokenizer) -> ActorConfig:
+def build_actor_config(recipe: Recipe, prompts: PromptFormat) -> ActorConfig:
     batch = recipe.batch
     return ActorConfig(
         batch.batch_size,
         batch.group_size,
-        build_sampling(recipe, recipe.model.path, tokenizer),
+        build_sampling(recipe, recipe.model.path, prompts),
         recipe.run.seed,
         recipe.max_length,
         batch.dynamic_sampling,
@@ -79,10 +81,17 @@ def build_grader(recipe: Recipe) -> GradingPool:
     )
 
 
-def build_sampling(recipe: Recipe, path: Path, tokenizer: Tokenizer) -> SamplingParams:
+def build_sampling(recipe: Recipe, path: Path, prompts: PromptFormat) -> SamplingParams:
     """Return the sampling parameters; `path` is the model's directory or a checkpoint, which names the stop tokens."""
     sampling = recipe.sampling
-    return SamplingParams(sampling.max_tokens, sampling.temperature, stop_token_ids(path, tokenizer))
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        stop_token_ids=stop_token_ids(path, prompts),
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )
 
 
 def build_preprocessing(recipe: Recipe) -> Preprocessing:
@@ -220,14 +229,14 @@ def check_evaluation(recipe: Recipe) -> None:
 
     Raises: RecipeError, ModelError.
     """
-    tokenizer = check_model(recipe)
-    num_stop_tokens = len(stop_token_ids(recipe.model.path, tokenizer))
+    prompts = build_prompts(recipe, check_model(recipe))
+    num_stop_tokens = len(stop_token_ids(recipe.model.path, prompts))
     if not 1 <= num_stop_tokens <= MAX_STOP_TOKENS:
         raise ModelError(
             f"the tokenizer and generation_config.json in {recipe.model.path} name {num_stop_tokens} end-of-sequence"
             f" tokens; the engine needs at least 1 and supports up to {MAX_STOP_TOKENS}"
         )
-    check_task(recipe, build_environment(recipe), tokenizer)
+    check_task(recipe, build_environment(recipe), prompts)
 
 
 def check_device(section: str, device: str, num_ranks: int = 1) -> None:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from midflight.errors import ModelError
 from midflight.models.attention import register_packed_attention
+from midflight.models.prompts import PromptFormat
 from midflight.protocols import Tokenizer
 
 Named = tuple[str, Tensor]
@@ -75,19 +76,23 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def stop_token_ids(path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's EOS token, then the tokens listed in the model directory.
+def stop_token_ids(path: Path, prompts: PromptFormat) -> tuple[int, ...]:
+    """Return the tokens that end a response.
 
-    Chat models list several in generation_config.json, such as the end of a turn and the end of a text.
+    These are the tokenizer's EOS token, the tokens listed in the model directory, and the special token that the chat
+    template writes after an answer. Chat models list several tokens in generation_config.json, such as the end of a
+    turn and the end of a text. The chat template of a base model can end turns with a token that the model does not
+    list.
     Raises: ModelError if a file cannot be read.
     """
-    listed = [tokenizer.eos_token_id]
+    listed = [prompts.tokenizer.eos_token_id]
     # Read the files directly: transformers would insert a default if config.json names no EOS token.
     for file in (path / "generation_config.json", path / "config.json"):
         if file.is_file():
             with _readable(file):
                 value = json.loads(file.read_text()).get("eos_token_id")
             listed += value if isinstance(value, list) else [value]
+    listed.append(prompts.end_of_turn)
     vocab_size = load_config(path).vocab_size
     return tuple(dict.fromkeys(token for token in listed if token is not None and 0 <= token < vocab_size))
 

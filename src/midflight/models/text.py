@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midflight.protocols import Tokenizer
-from midflight.types import FinishReason, GeneratedTokens, Text
+from midflight.types import FinishReason, GeneratedTokens
 
 
-def joined(text: Text) -> str:
-    """Text of messages, concatenated without their roles."""
-    return text if isinstance(text, str) else "".join(message["content"] for message in text)
-
-
-def encode_turn(tokenizer: Tokenizer, text: Text) -> list[int]:
-    """Token ids of an environment's text after a response, to append to the tokens so far."""
-    return tokenizer.encode(joined(text), add_special_tokens=False)
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt, with the special tokens that the tokenizer adds.
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt of plain text, with the special tokens that the tokenizer adds.
 
     A text that begins with BOS, such as a rendered chat template, gets no special tokens: BOS must not occur twice.
     """
@@ -32,15 +23,50 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    template: str | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to the start of the model's answer; the chat template adds the special tokens.
 
-    `tools`: descriptions of functions; `template_arguments`: further variables of the template.
+    `tools`: descriptions of functions; `template`: replaces the tokenizer's template; `template_arguments`: further
+    variables of the template. Any exception is possible, because a template can refuse a conversation.
     """
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, return_dict=False, **template_arguments or {}
+    token_ids: list[int] = tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **template_arguments or {},
     )
+    return token_ids
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    """Text of a conversation with its special tokens. Any exception is possible."""
+    text: str = tokenizer.apply_chat_template(
+        messages,
+        tools=None,
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        return_dict=False,
+        **template_arguments or {},
+    )
+    return text
+
+
+def reserved_arguments(tokenizer: Tokenizer) -> set[str]:
+    """Names that a template's further variables must not have: they would replace the template or its input."""
+    return {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from midflight.evals.evaluate import Evaluation, Evaluator, evaluate, mean_or_no
 from midflight.launch.build import build_grader, build_sampling, num_threads
 from midflight.launch.engines import build_engine
 from midflight.launch.environments import build_environment
+from midflight.launch.prompts import build_prompts
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
 from midflight.protocols import Grader
 
@@ -25,7 +26,7 @@ def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
         evaluator = _evaluator(recipe, path, grader)
         return evaluate(
             evaluator,
-            build_sampling(recipe, path, evaluator.tokenizer),
+            build_sampling(recipe, path, evaluator.prompts),
             num_problems=recipe.eval.num_problems,
             hard_from=recipe.eval.hard_from,
         )
@@ -38,7 +39,7 @@ def sampled_accuracy(recipe: Recipe, path: Path, grader: Grader) -> float:
     """
     evaluator = _evaluator(recipe, path, grader)
     problems = evaluator.environment.held_out_problems(recipe.eval.num_problems)
-    accuracy = mean_or_none(evaluator.answers(problems, build_sampling(recipe, path, evaluator.tokenizer)).rewards)
+    accuracy = mean_or_none(evaluator.answers(problems, build_sampling(recipe, path, evaluator.prompts)).rewards)
     return math.nan if accuracy is None else accuracy
 
 
@@ -46,5 +47,5 @@ def _evaluator(recipe: Recipe, path: Path, grader: Grader) -> Evaluator:
     torch.set_num_threads(num_threads(None, colocated=True))
     weights = weights_of(load_model(path))
     engine = build_engine(recipe, load_config(path), weights, max_num_seqs=recipe.eval.num_in_flight)
-    tokenizer = load_tokenizer(path)
-    return Evaluator(engine, build_environment(recipe), grader, tokenizer, recipe.run.seed, recipe.max_length)
+    prompts = build_prompts(recipe, load_tokenizer(path))
+    return Evaluator(engine, build_environment(recipe), grader, prompts, recipe.run.seed, recipe.max_length)

@@ -26,6 +26,7 @@ from midflight.generation.server import create_app
 from midflight.launch.build import check_model, num_threads
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, stop_token_ids, weights_of
+from midflight.models.prompts import PromptFormat
 from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30
@@ -59,7 +60,7 @@ def serve_model(
         model = ServedModel(
             name=config.model_name or path.name,
             tokenizer=tokenizer,
-            stop_token_ids=stop_token_ids(path, tokenizer),
+            stop_token_ids=stop_token_ids(path, PromptFormat(tokenizer)),
             vocab_size=model_config.vocab_size,
             max_length=max_total_tokens or recipe.max_length,
             max_tokens=recipe.sampling.max_tokens,

@@ -26,6 +26,7 @@ from midflight.launch.build import (
 from midflight.launch.environments import build_environment
 from midflight.launch.metrics import open_sinks
 from midflight.launch.objectives import build_objective
+from midflight.launch.prompts import build_prompts
 from midflight.launch.streams import open_batches, open_groups
 from midflight.launch.weights import build_transport
 from midflight.models.loading import load_tokenizer
@@ -100,7 +101,7 @@ def rollout_body(context: WorkerContext) -> None:
     receiver = build_transport(recipe, run, context.weights_path, note).receiver()
     _wait_for_weights(receiver, 0, context)
     version, weights = receiver.receive()
-    tokenizer = load_tokenizer(recipe.model.path)
+    prompts = build_prompts(recipe, load_tokenizer(recipe.model.path))
     checkpoint = actor_checkpoint(run, recipe)
     environment = build_environment(recipe)
     with (
@@ -110,8 +111,8 @@ def rollout_body(context: WorkerContext) -> None:
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
-        actor_config = build_actor_config(recipe, tokenizer)
-        actor = Actor(actor_config, generator, environment, grader, tokenizer, checkpoint)
+        actor_config = build_actor_config(recipe, prompts)
+        actor = Actor(actor_config, generator, environment, grader, prompts, checkpoint)
         loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
         context.wait_until(grader.wait_until_ready)
         context.wait_until(lambda timeout_s: wait_for_engine(generator, timeout_s))

@@ -144,10 +144,12 @@ class DigitTokenizer:
         conversation: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool,
+        tokenize: bool,
         return_dict: bool,
         **template_arguments: Any,
-    ) -> list[int]:
+    ) -> Any:
         raise ValueError("DigitTokenizer has no chat template")
 
     def save_pretrained(self, save_directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -12,6 +13,7 @@ import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
 from midflight.errors import RequestError, RolloutError
+from midflight.models.prompts import PromptFormat
 from midflight.protocols import Grader, Schedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
@@ -21,9 +23,12 @@ from midflight.types import (
     ChosenBatch,
     FleetView,
     GenerationRequest,
+    Grade,
+    Problem,
     RolloutGroup,
     RolloutStatus,
     SamplingParams,
+    Text,
 )
 
 CONFIG = ActorConfig(batch_size=4, group_size=2, sampling=SamplingParams(max_tokens=50), seed=0)
@@ -55,9 +60,11 @@ def new_actor(
     checkpoint: ActorCheckpoint | None = None,
     config: ActorConfig = CONFIG,
     grader: Grader | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> ScheduledActor:
     grader = grader or ImmediateGrader(environment)
-    actor = ScheduledActor(config, generator, environment, grader, DigitTokenizer(), checkpoint)
+    prompts = PromptFormat(DigitTokenizer(), max_prompt_tokens=max_prompt_tokens)
+    actor = ScheduledActor(config, generator, environment, grader, prompts, checkpoint)
     actor.schedule = schedule
     return actor
 
@@ -118,6 +125,52 @@ def test_refused_prompt_fails_only_its_group() -> None:
     run(actor, 3)
     assert actor.state.num_failed_groups == 2
     assert actor.fleet(0).num_finished == 20  # problems 0 to 9 have prompts of one digit
+
+
+class Unpromptable(CountingEnvironment):
+    """Environment with three problems without a usable prompt: one too long, one an error, one for a template."""
+
+    def reset(self, problem: Problem) -> Text:
+        if problem.problem_id == "2":
+            raise KeyError("question")
+        if problem.problem_id == "1":
+            return [{"role": "user", "content": "hi"}]
+        return "too long" if problem.problem_id == "0" else problem.prompt
+
+    def step(self, response: str) -> Grade:
+        return Grade(1.0)
+
+
+def test_problem_without_a_usable_prompt_fails_only_its_group() -> None:
+    schedule = PipelineSchedule(batch_size=4, num_in_flight=8, queue_capacity=100)
+    actor = new_actor(ScriptedGenerator(lambda _: 1), schedule, Unpromptable(), max_prompt_tokens=2)
+    run(actor, 3)
+    assert actor.state.num_failed_groups == 3
+    too_long, of_template, of_reset = actor.state.failures
+    assert too_long == "PromptError: a prompt has 8 tokens, more than engine.max_prompt_tokens = 2"
+    assert of_template.startswith(
+        "PromptError: the prompt is a list of messages, but the tokenizer has no chat template"
+    )
+    assert re.fullmatch(r"KeyError: 'question' \(.*test_actor.py:\d+\)", of_reset)
+    assert actor.fleet(0).num_finished == 18
+    assert actor.state.generated_tokens == 18
+
+
+def test_restored_actor_fails_problems_without_a_usable_prompt() -> None:
+    """The group has failed members, and members that were never admitted."""
+
+    def actor_from(checkpoint: ActorCheckpoint | None) -> ScheduledActor:
+        schedule = ConventionalSchedule(batch_size=4)
+        return new_actor(ScriptedGenerator(lambda _: 1), schedule, Unpromptable(), checkpoint, max_prompt_tokens=2)
+
+    first = actor_from(None)
+    first.admit(1)
+    second = actor_from(checkpoint_of(first))
+    assert second.state.num_failed_groups == 1
+    assert second.fleet(0).num_started == second.fleet(0).num_waiting == 0
+    run(second, 8)
+    assert second.state.num_failed_groups == 3
+    assert [group.group_id for group in chosen_groups(second)] == [3, 4]
 
 
 def test_failures_in_a_row_end_the_run_with_the_reason() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
+from midflight.models.prompts import PromptFormat
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.types import (
     ActorCheckpoint,
@@ -71,7 +72,7 @@ def new_actor(
 ) -> tuple[Actor, TurnGenerator]:
     generator = TurnGenerator()
     grader = ImmediateGrader(environment, delay_of)
-    return Actor(config, generator, environment, grader, DigitTokenizer(), checkpoint), generator
+    return Actor(config, generator, environment, grader, PromptFormat(DigitTokenizer()), checkpoint), generator
 
 
 def run(actor: Actor, steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from midflight.evals.evaluate import Evaluation, Evaluator, evaluate
+from midflight.models.prompts import PromptFormat
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.types import Problem, SamplingParams
 
@@ -22,7 +23,7 @@ def evaluation_of(num_held_out: int) -> Evaluation:
     environment = Few()
     environment.num_held_out = num_held_out
     generator = ScriptedGenerator(lambda _: 3)
-    evaluator = Evaluator(generator, environment, ImmediateGrader(environment), DigitTokenizer(), seed=0)
+    evaluator = Evaluator(generator, environment, ImmediateGrader(environment), PromptFormat(DigitTokenizer()), seed=0)
     return evaluate(evaluator, SamplingParams(max_tokens=8), num_problems=512, hard_from=5)
 
 

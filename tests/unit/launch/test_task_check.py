@@ -19,10 +19,12 @@ RECIPE = SHIPPED_RECIPES["cpu_demo"]
 class Task:
     """Task whose prompts are all `prompt`, and which takes no seed."""
 
-    prompt, answer = "a1:", "1"
+    prompt: Any = "a1:"
+    answer = "1"
 
     def problem(self, index: int) -> Problem:
-        return Problem(str(index), self.prompt, self.answer)
+        prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+        return Problem(str(index), prompt, self.answer)
 
     def held_out_problems(self, num_problems: int) -> list[Problem]:
         return [self.problem(index) for index in range(num_problems)]
@@ -82,6 +84,14 @@ class LongPrompt(Task):
     prompt = "a1" * 40
 
 
+class Chat(Task):
+    prompt = ({"role": "user", "content": "a1:"},)
+
+
+class NotText(Task):
+    prompt = ({"role": "user", "text": "a1:"},)
+
+
 def recipe(task: type | str, *overrides: str) -> Recipe:
     name = task if isinstance(task, str) else f"{__name__}:{task.__name__}"
     return load_recipe(RECIPE, [f"task.type={name}", *overrides])
@@ -107,7 +117,12 @@ def test_working_task_passes(task: type) -> None:
         (NotProblems, r"NotProblems.held_out_problems\(64\) returned a str, not a Problem"),
         (NumberAsAnswer, r"held_out_problems\(64\) returned a Problem whose answer is 1, not of type str"),
         (NoHeldOutProblems, r"NoHeldOutProblems' does not implement Environment: it lacks held_out_problems$"),
-        (LongPrompt, r"engine.max_prompt_tokens = 64 is too small: a prompt of .* has 80 tokens"),
+        (
+            LongPrompt,
+            r"engine.max_prompt_tokens = 64 is too small: the longest of 65 prompts of .* has 80 tokens; .* = 80 would",
+        ),
+        (NotText, r"NotText, reset\(\): TypeError: reset\(\) returned a message whose content is a NoneType"),
+        (Chat, r"Chat: the prompt is a list of .* no chat template; task.chat_template = 'FILE', or a prompt of plain"),
         (TakesPath, r"^task.options: .*TakesPath: missing a required argument: 'path'$"),
         ("json:decoder", r"'json:decoder' is of type module, not a class"),
     ],
@@ -137,3 +152,43 @@ def test_error_of_the_module_names_its_place(tmp_path: Path, monkeypatch: pytest
 def test_prompt_that_the_tokenizer_cannot_encode_is_refused() -> None:
     with pytest.raises(ModelError, match=r"cannot encode .*'a1¿:' of .*UnknownCharacter: it has no token for ¿"):
         check_evaluation(recipe(UnknownCharacter))
+
+
+def test_template_file_makes_messages_work(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    check_evaluation(recipe(Chat, f"task.chat_template={template}"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system messages') }}", "refuses a prompt: no system messages$"),
+        ("one\n{{ messages", "line 2 is not valid Jinja: "),
+        (None, r"chat.jinja cannot be read: No such file or directory$"),
+        ("{{ messages[0].content * 40 }}", "the longest of 65 prompts of .* has 120 tokens; .* = 120 would work$"),
+    ],
+)
+def test_template_that_does_not_work_is_refused(template: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    if template is not None:
+        path.write_text(template)
+    with pytest.raises(RecipeError, match=message):
+        check_evaluation(recipe(Chat, f"task.chat_template={path}"))
+
+
+def test_broken_template_is_refused_for_plain_text_too(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for")
+    with pytest.raises(RecipeError, match=r"^task.chat_template: .*chat.jinja: line 1 is not valid Jinja: "):
+        check_evaluation(recipe(Task, f"task.chat_template={path}"))
+
+
+def test_reserved_template_argument_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"^task.chat_template_arguments: .* reserved name 'messages'; leave it out"):
+        check_evaluation(recipe(Task, "task.chat_template_arguments.messages=1"))
+
+
+def test_system_prompt_for_plain_text_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"^task.system_prompt is for prompts that are messages, .* leave it out, or"):
+        check_evaluation(recipe(Task, "task.system_prompt='Be brief.'"))

@@ -15,7 +15,8 @@ from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import ModelError
 from midflight.launch.build import build_actor_config, check_evaluation
 from midflight.models.loading import load_tokenizer, stop_token_ids
-from midflight.models.text import encode_chat, encode_prompt, response_text
+from midflight.models.prompts import PromptFormat
+from midflight.models.text import encode_chat, encode_text, response_text
 from midflight.types import FinishReason, GeneratedTokens
 
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
@@ -44,13 +45,13 @@ def adds_bos(model: Path) -> PreTrainedTokenizerFast:
 
 def test_prompt_has_bos_exactly_once(adds_bos: PreTrainedTokenizerFast) -> None:
     a = adds_bos.convert_tokens_to_ids("a")
-    assert encode_prompt(adds_bos, "a") == [BOS, a]
-    assert encode_prompt(adds_bos, "<bos>a") == [BOS, a]
+    assert encode_text(adds_bos, "a") == [BOS, a]
+    assert encode_text(adds_bos, "<bos>a") == [BOS, a]
 
 
 def test_chat_template_with_bos_gets_no_second_bos(adds_bos: PreTrainedTokenizerFast) -> None:
     adds_bos.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    assert encode_chat(adds_bos, [{"role": "user", "content": "a"}]) == encode_prompt(adds_bos, "a")
+    assert encode_chat(adds_bos, [{"role": "user", "content": "a"}]) == encode_text(adds_bos, "a")
 
 
 def test_response_text_has_no_stop_token_or_special_tokens() -> None:
@@ -67,9 +68,9 @@ def test_every_listed_stop_token_stops_a_response(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
     tokenizer = load_tokenizer(model)
-    assert stop_token_ids(model, tokenizer) == (EOS, 9, 7, 5)
+    assert stop_token_ids(model, PromptFormat(tokenizer)) == (EOS, 9, 7, 5)
     recipe = load_recipe(RECIPE, [f"model.path={model}"])
-    assert build_actor_config(recipe, tokenizer).sampling.stop_token_ids == (EOS, 9, 7, 5)
+    assert build_actor_config(recipe, PromptFormat(tokenizer)).sampling.stop_token_ids == (EOS, 9, 7, 5)
 
 
 def test_default_eos_of_transformers_is_ignored(model: Path) -> None:
@@ -80,7 +81,7 @@ def test_default_eos_of_transformers_is_ignored(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(MODEL)
     tokenizer.eos_token = None
-    assert stop_token_ids(model, tokenizer) == ()
+    assert stop_token_ids(model, PromptFormat(tokenizer)) == ()
 
 
 @pytest.mark.parametrize("ids", [[], list(range(9))], ids=len)
@@ -95,4 +96,4 @@ def test_model_without_stop_tokens_or_with_too_many_is_rejected(model: Path, ids
 def test_damaged_generation_config_is_a_clear_error(model: Path) -> None:
     (model / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config.json cannot be loaded: Expecting"):
-        stop_token_ids(model, load_tokenizer(model))
+        stop_token_ids(model, PromptFormat(load_tokenizer(model)))

@@ -60,13 +60,16 @@ def plain_logprobs(model: Any, prompt: np.ndarray, generated: np.ndarray, temper
     return predicted.gather(1, tokens[len(prompt) :, None]).squeeze(1).numpy()
 
 
+LINEAR_ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 ENGINES = [
     *(("llama", options, True) for options in ({}, {"tie_word_embeddings": True}, {"attention_bias": True})),
     *(("qwen2", options, True) for options in ({}, {"num_key_value_heads": 4}, {"head_dim": 16})),
     *(("qwen3", options, True) for options in ({}, {"head_dim": 16, "attention_bias": True})),
     # The model's own module, with the engine's attention plugged in.
     *((family, {}, False) for family in ("llama", "qwen3", "gpt2", "gemma2", "gemma3")),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
+    *(("llama", {"rope_parameters": LINEAR_ROPE}, fused) for fused in (True, False)),
+    ("qwen2", {"rope_parameters": YARN_ROPE}, True),
 ]
 
 

@@ -17,18 +17,19 @@ from transformers import AutoModelForCausalLM
 from midflight.config import load_recipe
 from midflight.launch.build import build_trainer
 from midflight.launch.engines import build_engine
-from midflight.models.loading import load_config, load_model, weights_of
+from midflight.models.loading import load_config, load_model, stored_dtype, weights_of
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights
-from midflight.trainer.policies import ADAPTER_DIRECTORY, trained_parameters
+from midflight.trainer.policies import ADAPTER_DIRECTORY, published_weights, trained_parameters
 from midflight.trainer.single import SingleProcessTrainer
 from midflight.types import Microbatch, RolloutId, Trajectory
 from narrowing import instance, present
+from published_models import write_published_model
 
 from .conftest import RECIPE, RunRecipe
 
 BFLOAT16, RECOMPUTED, LORA = "trainer.dtype=bfloat16", "trainer.activation_checkpointing=true", "trainer.lora_rank=4"
-VALUES = "advantage.type=value"
+VALUES, ROUNDED = "advantage.type=value", "trainer.checkpoint_dtype=bfloat16"
 LEARNING_RATE = 1e-3
 # Every combination.
 OPTIONS = [options for count in range(4) for options in itertools.combinations((BFLOAT16, RECOMPUTED, LORA), count)]
@@ -78,7 +79,11 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensor.float().flatten() for tensor in tensors.values()])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS, *((*each, ROUNDED) for each in ((), (BFLOAT16,), (LORA,)))],
+    ids=lambda options: "+".join(options) or "plain",
+)
 def test_a_resumed_trainer_matches_exactly(options: tuple[str, ...], tmp_path: Path) -> None:
     straight, resumed = (trainer_with(*options, VALUES) for _ in range(2))
     step(straight)
@@ -179,6 +184,28 @@ def test_a_run_can_resume_in_another_dtype(
     step(resumed)
     expected, found = (trainer.forward_proximal(microbatches()[0]).logprobs for trainer in (saved, resumed))
     torch.testing.assert_close(found, expected, atol=1.0, rtol=0.05)
+
+
+@pytest.mark.parametrize("other", [(), (LORA,), (BFLOAT16,), (BFLOAT16, LORA)])
+@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "float32")])
+def test_checkpoint_has_the_dtype_of_the_model_unless_told(
+    stored: str, wanted: str, other: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = write_published_model("qwen2.5-0.5b", tmp_path / "model", getattr(torch, stored))
+    expected = torch.bfloat16 if (stored, wanted) == ("bfloat16", "auto") else torch.float32
+    trainer = trainer_with(f"model.path={path}", f"trainer.checkpoint_dtype={wanted}", *other)
+    step(trainer)
+    (tmp_path / "checkpoint").mkdir()
+    trainer.save(tmp_path / "checkpoint")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="auto")
+    assert {parameter.dtype for parameter in saved.parameters()} == {expected}
+    unrounded = dict(published_weights(trainer._policy, torch.float32))
+    assert unrounded.keys() == dict(saved.named_parameters()).keys()
+    for name, tensor in unrounded.items():
+        assert torch.equal(saved.get_parameter(name), tensor.to(expected)), name
+    has_masters = (tmp_path / "checkpoint" / "masters.safetensors").exists()
+    assert has_masters == (expected is torch.bfloat16 and LORA not in other)
+    assert stored_dtype(tmp_path / "checkpoint") is expected
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------

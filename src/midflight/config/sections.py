@@ -223,6 +223,11 @@ class TrainerOptions(Section):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
     checkpoint_every: int = Field(200, ge=1, description="optimizer steps between checkpoints")
+    checkpoint_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="dtype of the model in checkpoints; auto: bfloat16 if model.path is bfloat16, else float32;"
+        " a run resumes from float32 parameters in either case",
+    )
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep")
     keep_best: bool = Field(False, description="also keep the checkpoint with the highest accuracy; needs eval.every")
     max_nonfinite_steps: int = Field(

@@ -7,7 +7,7 @@ running_batch.py  the running sequence of each slot
 plan.py           the tokens of one step: StepPlan (NumPy, from the scheduler) and Batch (tensors, for the model)
 cache.py          the tensors of the paged KV cache
 model.py          the EngineModel protocol
-decoder.py        Llama, Qwen2 and Qwen3 over fused weights
+decoder.py        Llama, Mistral, Qwen2 and Qwen3 over fused weights
 linear.py         weight matrices in the layout that is fastest for few tokens
 hf_module.py      any other Hugging Face causal LM, as its own module
 loading.py        the choice between decoder.py and hf_module.py

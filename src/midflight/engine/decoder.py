@@ -1,4 +1,4 @@
-"""The forward pass of the Llama, Qwen2 and Qwen3 families for generation, over fused weights.
+"""The forward pass of the Llama, Mistral, Qwen2 and Qwen3 families for generation, over fused weights.
 
 One matrix holds the query, key and value projections, another one gate and up: fewer, larger products.
 
@@ -25,7 +25,9 @@ from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
 
 # Rows of the embedding and the output head that an update copies at a time.
 _VOCAB_BLOCK = 8192
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Kinds of rotary embeddings whose frequencies do not depend on the length of the sequence.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class DecoderShape:
     hidden_size: int
     intermediate_size: int
     norm_eps: float
-    rope_theta: float
+    rope_frequencies: tuple[float, ...]  # of the pairs of a head (radians per position)
+    rope_scale: float  # factor of cos and sin
     qkv_bias: bool
     out_bias: bool
     head_norms: bool  # queries and keys are normalized per head
@@ -48,24 +51,29 @@ class DecoderShape:
         if config.model_type not in FAMILIES or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
             return None
         rope = config.rope_parameters
-        if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1) != 1:
+        if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1) != 1:
             return None
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             return None
+        if config.model_type == "mistral" and config.sliding_window is not None:
+            return None
         attention_bias = bool(getattr(config, "attention_bias", False))
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        frequencies, scale = _rope_frequencies(config, head_dim)
         return cls(
             model=ModelShape(
                 num_layers=config.num_hidden_layers,
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.num_key_value_heads,
-                head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+                head_dim=head_dim,
                 vocab_size=config.vocab_size,
                 max_positions=config.max_position_embeddings,
             ),
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             norm_eps=config.rms_norm_eps,
-            rope_theta=rope["rope_theta"],
+            rope_frequencies=tuple(frequencies.tolist()),
+            rope_scale=scale,
             # Qwen2 always has a bias on q, k, v and never on o. In the other families `attention_bias` covers all four.
             qkv_bias=config.model_type == "qwen2" or attention_bias,
             out_bias=config.model_type != "qwen2" and attention_bias,
@@ -204,9 +212,20 @@ class Decoder(UpdatedInFlight[DecoderWeights]):
         return weights.head(kernels.rms_norm(x, weights.final_norm, eps)).float()
 
 
+def _rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
+    """Return the rotary frequencies, float32 [E / 2], and the factor of cos and sin."""
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type == "default":
+        exponents = torch.arange(head_dim // 2, dtype=torch.float32) / (head_dim // 2)
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    return frequencies, float(scale)
+
+
 def _rope_tables(shape: DecoderShape, max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles of every position, float32 [max_length, E / 2] each."""
-    half = shape.model.head_dim // 2
-    frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    frequencies = torch.tensor(shape.rope_frequencies, dtype=torch.float32)
     angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos().to(device), angles.sin().to(device)
+    return (angles.cos() * shape.rope_scale).to(device), (angles.sin() * shape.rope_scale).to(device)

@@ -147,12 +147,17 @@ def run_module(module: Any, paged: PagedContext) -> Tensor:
 def module_shape(config: Any) -> ModelShape:
     """Read the shape from a Hugging Face config.
 
-    Raises: ModelError if the layers do not all have keys and values of one size.
+    Raises: ModelError if the model is no decoder of text, or its layers do not all have keys and values of one size.
     """
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds or getattr(config, "is_encoder_decoder", False):
         part = ", ".join(sorted(kinds)) or "an encoder"
         raise ModelError(f"the engine runs decoders with attention in every layer, not {config.model_type} with {part}")
+    if (text := config.get_text_config()) is not config:
+        raise ModelError(
+            f"the engine runs models of text alone, not {config.model_type} with images or sound; its text part, saved"
+            f" as {text.model_type}, would work"
+        )
     try:
         num_heads = config.num_attention_heads
         return ModelShape(

@@ -30,7 +30,7 @@ from midflight.launch.schedules import build_schedule
 from midflight.launch.streams import check_streams
 from midflight.launch.task_check import check_task
 from midflight.launch.weights import check_weights
-from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids
+from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids, stored_dtype
 from midflight.models.lora import LoraSettings
 from midflight.models.prompts import PromptFormat
 from midflight.preprocess.advantages import Advantage
@@ -166,6 +166,10 @@ def build_policy_settings(recipe: Recipe) -> PolicySettings:
     lora = None
     if config.lora_rank is not None:
         lora = LoraSettings(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
+    if config.checkpoint_dtype == "auto":
+        checkpoint_dtype = stored_dtype(recipe.model.path)
+    else:
+        checkpoint_dtype = getattr(torch, config.checkpoint_dtype)
     return PolicySettings(
         temperature=recipe.sampling.temperature,
         with_values=recipe.advantage.type == "value",
@@ -173,6 +177,7 @@ def build_policy_settings(recipe: Recipe) -> PolicySettings:
         dtype=getattr(torch, config.dtype),
         activation_checkpointing=config.activation_checkpointing,
         lora=lora,
+        checkpoint_dtype=checkpoint_dtype,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,11 @@ def load_config(path: Path) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
+def stored_dtype(path: Path) -> torch.dtype:
+    """Return bfloat16 if a model directory names this dtype, else float32. Raises: ModelError."""
+    return torch.bfloat16 if load_config(path).dtype == torch.bfloat16 else torch.float32
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     with _readable(path):
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -106,9 +112,11 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
     return model.eval()  # type: ignore[no-any-return]
 
 
-def save_description(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
-    """Save the files that `from_pretrained` reads besides weights."""
-    for described in (model.config, model.generation_config, tokenizer):
+def save_description(model: Any, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype) -> None:
+    """Save the files that `from_pretrained` reads besides weights; `dtype`: dtype of the saved weights."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    for described in (config, model.generation_config, tokenizer):
         described.save_pretrained(directory)
 
 

@@ -7,11 +7,11 @@ ranks.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from midflight.errors import MissingExtraError
-from midflight.models.loading import Named, save_description, saved_buffers_of
+from midflight.models.loading import Named, saved_buffers_of
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
 from midflight.trainer.full_tensors import DEFAULT_BUCKET_BYTES, in_buckets
 from midflight.trainer.policies import PLAIN_POLICY, PolicySettings, build_policy
 from midflight.trainer.precision import ComputedPolicy
-from midflight.trainer.saved_tensors import MODEL, OPTIMIZER, PROXIMAL, VALUE_HEAD, SavedTensors, save_on_first_rank
+from midflight.trainer.saved_tensors import (
+    MASTERS,
+    MODEL,
+    OPTIMIZER,
+    PROXIMAL,
+    VALUE_HEAD,
+    SavedTensors,
+    save_on_first_rank,
+    stem_of_masters,
+)
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import Microbatch, TensorSpec
-from midflight.weights.specs import specs_of
+from midflight.weights.specs import dtype_name
 
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 
@@ -153,12 +162,11 @@ class DeepSpeedTrainer(SingleProcessTrainer):
 
     def save(self, directory: Path) -> None:
         """Write the files of a single process, from the masters."""
-        buffers = saved_buffers_of(self.model)
-        specs = [*self._specs(self._published), *specs_of(buffers)]
-        masters = itertools.chain(self._masters(self._published), buffers.items())
-        save_on_first_rank(self._rank, directory, MODEL, specs, masters)
-        if self._rank == 0:
-            save_description(self.model, self._tokenizer, directory)
+        dtype, specs = self._policy_settings.checkpoint_dtype, self._specs(self._published)
+        if dtype is not torch.float32:
+            save_on_first_rank(self._rank, directory, MASTERS, specs, self._masters(self._published))
+        rounded = ((name, master.to(dtype)) for name, master in self._masters(self._published))
+        self._save_model(directory, rounded, [replace(spec, dtype=dtype_name(dtype)) for spec in specs])
         save_on_first_rank(self._rank, directory, OPTIMIZER, *self._states())
         if self._policy.value_head is not None:
             head = dict(self._policy.value_head.named_parameters())
@@ -192,6 +200,7 @@ class DeepSpeedTrainer(SingleProcessTrainer):
         with SavedTensors(directory, MODEL) as saved:
             for name, buffer in saved_buffers_of(self.model).items():
                 saved.fill(buffer, name)
+        with SavedTensors(directory, stem_of_masters(directory)) as saved:
             self._load_masters(saved, self._published)
         if self._policy.value_head is not None:
             with SavedTensors(directory, VALUE_HEAD) as saved:

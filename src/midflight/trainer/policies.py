@@ -26,7 +26,7 @@ ADAPTER_DIRECTORY = (
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Settings of the forward pass: outputs besides log-probabilities, precision, trained parameters."""
+    """Settings of the policy: outputs besides log-probabilities, precision, trained parameters."""
 
     temperature: float = 1.0  # of the sampling distribution
     with_values: bool = False
@@ -34,6 +34,7 @@ class PolicySettings:
     dtype: torch.dtype = torch.float32  # of forward and backward passes, and of published weights
     activation_checkpointing: bool = False
     lora: LoraSettings | None = None
+    checkpoint_dtype: torch.dtype = torch.float32  # of the model in checkpoints; masters are saved besides
 
 
 PLAIN_POLICY = PolicySettings()
@@ -74,7 +75,7 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def published_weights(
     policy: PackedPolicy, dtype: torch.dtype, gather: Callable[[Iterable[Named]], Iterable[Named]] = iter
 ) -> Iterator[Named]:
-    """Yield the weights that engines sample with, by the engines' names, always in the same order.
+    """Yield the weights of the policy in a dtype, by the engines' names, always in the same order.
 
     `gather`: turns parameters, which may be sharded, into full tensors in the same order, or into no tensors at all.
     """

@@ -24,8 +24,8 @@ from midflight.trainer.full_tensors import local, local_rows
 from midflight.types import TensorSpec
 from midflight.weights.specs import num_bytes
 
-# Stems of the safetensors files in a checkpoint.
-MODEL, OPTIMIZER, VALUE_HEAD, PROXIMAL = "model", "optimizer", "value_head", "proximal"
+# Stems of the safetensors files in a checkpoint. The masters are float32 parameters, saved if the model is rounded.
+MODEL, MASTERS, OPTIMIZER, VALUE_HEAD, PROXIMAL = "model", "masters", "optimizer", "value_head", "proximal"
 
 FILE_BYTES = 512 << 20
 
@@ -72,6 +72,11 @@ def save_on_first_rank(
         save_tensors(directory, stem, specs, tensors, file_bytes)
     else:
         collections.deque(tensors, maxlen=0)
+
+
+def stem_of_masters(checkpoint: Path) -> str:
+    """Return the stem of the files with float32 parameters: the masters if there are any, else the model."""
+    return MASTERS if any(checkpoint.glob(f"{MASTERS}*")) else MODEL
 
 
 class SavedTensors:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of, saved_tensors_of
+from midflight.models.loading import Named, load_tokenizer, save_description, saved_buffers_of, weights_of
 from midflight.models.lora import ADAPTER_STEM, adapter_weights, has_adapter, save_adapter_config
 from midflight.models.policy import PackedPolicy
 from midflight.protocols import OptimizerStep, PolicyOutputs, WeightSender
@@ -32,12 +32,14 @@ from midflight.trainer.policies import (
 from midflight.trainer.precision import ComputedPolicy
 from midflight.trainer.saved_tensors import (
     FILE_BYTES,
+    MASTERS,
     MODEL,
     OPTIMIZER,
     PROXIMAL,
     VALUE_HEAD,
     SavedTensors,
     save_on_first_rank,
+    stem_of_masters,
 )
 from midflight.types import Microbatch, TensorSpec
 from midflight.weights.specs import specs_of
@@ -127,17 +129,16 @@ class SingleProcessTrainer:
     def save(self, directory: Path) -> None:
         """Save model and tokenizer for `from_pretrained`, and the files that only training needs.
 
-        With an adapter, the saved model has the merged, published weights, and training resumes from the adapter.
+        With an adapter, the saved model has the merged weights, and training resumes from the adapter. If the dtype of
+        checkpoints rounds the parameters, training resumes from the masters.
         """
+        dtype = self._policy_settings.checkpoint_dtype
         if has_adapter(self.model):
             self._save_adapter(directory / ADAPTER_DIRECTORY)
-            buffers = saved_buffers_of(self.model)
-            merged = itertools.chain(self._published_weights(), buffers.items())
-            save_on_first_rank(self._rank, directory, MODEL, (*self._published_specs(), *specs_of(buffers)), merged)
-        else:
-            self._save(directory, MODEL, saved_tensors_of(self.model))
-        if self._rank == 0:
-            save_description(self.model, self._tokenizer, directory)
+        elif dtype is not torch.float32:
+            self._save(directory, MASTERS, weights_of(self.model))
+        weights = published_weights(self._policy, dtype, full_tensors)
+        self._save_model(directory, weights, published_specs(self._policy, dtype))
         # One kind of state after another: an unsharded tensor between sharded ones would end a bucket.
         states = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
@@ -150,6 +151,14 @@ class SingleProcessTrainer:
             self._save(directory, VALUE_HEAD, self._policy.value_head.state_dict())
         if self._proximal is not None:
             self._save(directory, PROXIMAL, self._proximal)
+
+    def _save_model(self, directory: Path, weights: Iterable[Named], specs: Iterable[TensorSpec]) -> None:
+        """Save weights in the dtype of checkpoints, and the files that describe the model."""
+        buffers = saved_buffers_of(self.model)
+        saved = itertools.chain(weights, buffers.items())
+        save_on_first_rank(self._rank, directory, MODEL, [*specs, *specs_of(buffers)], saved)
+        if self._rank == 0:
+            save_description(self.model, self._tokenizer, directory, self._policy_settings.checkpoint_dtype)
 
     def _save_adapter(self, directory: Path) -> None:
         if self._rank == 0:
@@ -166,7 +175,8 @@ class SingleProcessTrainer:
         if has_adapter(self.model):
             _fill(adapter_weights(self.model), directory / ADAPTER_DIRECTORY, ADAPTER_STEM)
         else:
-            _fill(saved_tensors_of(self.model), directory, MODEL)
+            _fill(saved_buffers_of(self.model), directory, MODEL)
+            _fill(weights_of(self.model), directory, stem_of_masters(directory))
         self._computed.refresh()
         if self._policy.value_head is not None:
             _fill(self._policy.value_head.state_dict(), directory, VALUE_HEAD)

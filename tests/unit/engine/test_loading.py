@@ -53,6 +53,11 @@ def test_unsupported_attention_is_refused(family: str, options: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
+def test_model_of_text_and_images_is_refused() -> None:
+    with pytest.raises(ModelError, match="not gemma3 with images or sound; its text part, saved as gemma3_text, would"):
+        check_engine_runs(CONFIG_MAPPING["gemma3"]())
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "gemma3"])
 def test_models_of_the_test_suite_are_accepted(family: str) -> None:
     check_engine_runs(tiny_model(family).config)

@@ -41,7 +41,7 @@ class Joint(Generic[Built]):
 
         Raises: RecipeError if it cannot be imported, lacks a member of the protocol or does not take the options.
         """
-        target = self._find(name)
+        target = self.find(name)
         try:
             signature = inspect.signature(target)
             takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in signature.parameters.values())
@@ -64,7 +64,8 @@ class Joint(Generic[Built]):
         with users_code(f"{self.key}: {name}, the constructor"):
             return self.make(name, offered, options)
 
-    def _find(self, name: str) -> Callable[..., Any]:
+    def find(self, name: str) -> Callable[..., Any]:
+        """Return the class or function of this name. Raises: RecipeError if it cannot be imported."""
         path = self.known.get(name, name)
         module, colon, attribute = path.partition(":")
         if not colon:

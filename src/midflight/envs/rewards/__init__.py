@@ -1,0 +1,1 @@
+"""Rewards: calling conventions, weighted sums, and the built-in functions. `launch/rewards.py` names them all."""

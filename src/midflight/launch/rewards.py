@@ -1,0 +1,35 @@
+"""Recipe -> rewards. Imports no torch: grading processes come here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from midflight.config.tasks import RewardTerm
+from midflight.envs.rewards.signatures import reward_function
+from midflight.envs.rewards.terms import Rewards, Term
+from midflight.launch.importing import Joint, users_code
+
+_MODULE = "midflight.envs.rewards"
+REWARDS: Joint[Any] = Joint(
+    "task.rewards",
+    {
+        "exact": f"{_MODULE}.exact:exact",
+        "math": f"{_MODULE}.math:Math",
+    },
+)
+
+
+def build_rewards(terms: Sequence[RewardTerm]) -> Rewards:
+    """Return the sum of the terms.
+
+    Raises: RecipeError if a function cannot be imported or called, does not take its options, or shares its name.
+    """
+    return Rewards([_build(term) for term in terms])
+
+
+def _build(term: RewardTerm) -> Term:
+    target = REWARDS.find(term.type)
+    with users_code(f"task.rewards: {term.type}"):
+        function = reward_function(term.type, target, term.options)
+    return Term(term.name or term.type.rpartition(":")[2], function, term.weight)

@@ -70,6 +70,7 @@ def build_actor_config(recipe: Recipe, tokenizer: Tokenizer) -> ActorConfig:
         recipe.max_length,
         batch.dynamic_sampling,
         batch.max_filtered_in_a_row,
+        recipe.task.max_failed_fraction,
     )
 
 

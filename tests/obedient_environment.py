@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from midflight.types import Grade, Problem
@@ -38,6 +38,21 @@ class ObedientEnvironment:
         name, _, argument = response.partition(" ")
         result: Grade = _ACTIONS[name](argument)
         return result
+
+
+class ObedientGroups(ObedientEnvironment):
+    """Environment that grades whole groups; an action that raises fails its own response only."""
+
+    def grade_group(self, problem: Problem, responses: Sequence[str]) -> Any:
+        if responses[0].startswith("group "):
+            return _GROUP_ACTIONS[responses[0].removeprefix("group ")](len(responses))
+        grades: list[object] = []
+        for response in responses:
+            try:
+                grades.append(self.grade(problem, response))
+            except Exception as error:
+                grades.append(error)
+        return grades
 
 
 class ObedientTurns(ObedientEnvironment):
@@ -133,6 +148,14 @@ def _append(path: str, pid: int) -> None:
     with open(path, "a") as file:
         file.write(f"{pid}\n")
 
+
+_GROUP_ACTIONS: dict[str, Callable[[int], Any]] = {
+    "size": lambda size: [Grade(float(size))] * size,
+    "short": lambda size: [Grade(1.0)] * (size - 1),
+    "none": lambda _: None,
+    "numbers": lambda size: [1.0] * size,
+    "raise": lambda size: _raise(f"a group of {size}"),
+}
 
 _ACTIONS: dict[str, Callable[[str], Any]] = {
     "reward": lambda argument: Grade(float(argument)),

@@ -14,7 +14,7 @@ MidflightError
 ├── WeightUpdateError    new weights do not fit; the old weights keep serving            exit code 1
 │   └── NonFiniteWeightsError  new weights have NaN or infinite values; engines refuse them
 ├── NonFiniteLossError   the loss was NaN or infinite in too many steps in a row         exit code 1
-├── RolloutError         too many rollouts in a row failed: gives the last reason        exit code 1
+├── RolloutError         too many rollouts failed: gives the most frequent reason        exit code 1
 ├── WorkerError          a worker process died: names the process and its log            exit code 1
 ├── BenchmarkError       the compared implementations do not do the same work            exit code 1
 └── MissingExtraError    an optional package is missing: says how to install it          exit code 2

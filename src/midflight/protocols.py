@@ -83,7 +83,10 @@ class Problems(Protocol):
 
 
 class GradedTask(Problems, Protocol):
-    """A task of one turn: the problem has the prompt, and the response is graded at once."""
+    """A task of one turn: the problem has the prompt, and the response is graded at once, or with its whole group.
+
+    See midflight.envs.one_turn.GroupGradedTask for the latter.
+    """
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """Return the reward of a response. If this raises, the rollout fails."""
@@ -170,6 +173,10 @@ class Grader(Protocol):
 
     def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
         """Submit the last of the responses; the earlier ones come with it. Never waits for an environment."""
+        ...
+
+    def submit_group(self, rollout_ids: Sequence[RolloutId], problem: Problem, responses: Sequence[str]) -> None:
+        """Submit one response of each rollout, to be graded together; one call of `results` returns all answers."""
         ...
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:

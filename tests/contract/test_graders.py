@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from midflight.actor.grading_pool import GradingPool
 from midflight.protocols import Grader
 from midflight.testing.fakes import ImmediateGrader
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
-from obedient_environment import ObedientEnvironment, ObedientTurns
+from obedient_environment import ObedientEnvironment, ObedientGroups, ObedientTurns
 
 TIMEOUT_S = 60.0
 PROBLEM = Problem("0", "0", "0")
@@ -34,6 +35,16 @@ def turns(request: pytest.FixtureRequest) -> Iterator[Grader]:
         yield ImmediateGrader(ObedientTurns())
         return
     with GradingPool(ObedientTurns, num_processes=2, timeout_s=TIMEOUT_S) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=["immediate", "pool"])
+def groups(request: pytest.FixtureRequest) -> Iterator[Grader]:
+    """Grader of an environment that grades whole groups."""
+    if request.param == "immediate":
+        yield ImmediateGrader(ObedientGroups())
+        return
+    with GradingPool(ObedientGroups, num_processes=2, timeout_s=TIMEOUT_S) as pool:
         yield pool
 
 
@@ -178,3 +189,51 @@ def test_a_failed_turn_fails_only_its_own_rollout(turns: Grader, responses: list
     assert results[1].grade is None
     assert results[1].failure.startswith(reason)
     assert results[0].grade == results[2].grade == Grade(2.0)
+
+
+def test_answers_of_a_group_come_together(groups: Grader) -> None:
+    sizes = [1 + index % 5 for index in range(100)]
+    group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+    for group, size in enumerate(sizes):
+        ids = [RolloutId(index) for index, other in enumerate(group_of) if other == group]
+        groups.submit_group(ids, PROBLEM, ["group size", *(["reward 9"] * (size - 1))])
+    assert groups.num_pending == len(group_of)
+    seen = Counter[int]()
+    while groups.num_pending:
+        new = groups.results(TIMEOUT_S)
+        complete = Counter(group_of[answer.rollout_id] for answer in new)
+        assert complete == {group: sizes[group] for group in complete}
+        assert all(answer.grade == Grade(float(sizes[group_of[answer.rollout_id]])) for answer in new)
+        seen += complete
+    assert seen == dict(enumerate(sizes))
+
+
+def test_an_exception_in_a_group_fails_its_own_rollout(groups: Grader) -> None:
+    results = group_graded(groups, ["reward 1", "raise no", "nan", "reward 2"])
+    assert [answer.grade for answer in results] == [Grade(1.0), None, None, Grade(2.0)]
+    assert results[1].failure.startswith("ZeroDivisionError: no (")
+    assert results[2].failure == "ValueError: the reward is nan"
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("raise", "ZeroDivisionError: a group of 3 ("),
+        ("short", "ValueError: grade_group() returned 2 grades for 3 responses"),
+        ("none", "TypeError: object of type 'NoneType' has no len()"),
+        ("numbers", "TypeError: grade_group() returned a float, not a Grade"),
+    ],
+)
+def test_a_failed_group_fails_all_its_rollouts(groups: Grader, action: str, reason: str) -> None:
+    results = group_graded(groups, [f"group {action}", "reward 1", "reward 1"])
+    assert all(answer.failure.startswith(reason) for answer in results)
+    assert [answer.grade for answer in results] == [None] * 3
+
+
+def group_graded(grader: Grader, responses: list[str]) -> list[GradedResponse]:
+    """Return the answers to the responses of one group, which come from one call of `results`."""
+    grader.submit_group([RolloutId(index) for index in range(len(responses))], PROBLEM, responses)
+    results = grader.results(TIMEOUT_S)
+    assert [answer.rollout_id for answer in results] == list(range(len(responses)))
+    assert grader.num_pending == 0
+    return results

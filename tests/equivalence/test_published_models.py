@@ -23,6 +23,7 @@ from midflight.models.loading import (
     weights_of,
 )
 from midflight.models.policy import PackedPolicy
+from midflight.models.prompts import PromptFormat
 from midflight.preprocess.packing import pack
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams, Trajectory
 from published_models import PUBLISHED, VOCAB_SIZE, write_published_model
@@ -88,7 +89,7 @@ def test_end_tokens_are_the_published_ones(name: str, directory_of: DirectoryOf)
     check_model_directory(directory)
     tokenizer: Any = load_tokenizer(directory)
     expected = tuple(tokenizer.convert_tokens_to_ids(token) for token in PUBLISHED[name].stop_tokens)
-    assert stop_token_ids(directory, tokenizer) == expected
+    assert stop_token_ids(directory, PromptFormat(tokenizer)) == expected
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -102,7 +103,7 @@ def test_tokens_match_transformers_under_their_version(name: str, directory_of: 
     assert isinstance(runner, Decoder) == PUBLISHED[name].fused
     limits = EngineLimits(max_num_seqs=6, max_prompt_tokens=40, max_new_tokens=24, max_batched_tokens=21)
     engine = Engine(runner, limits, recompute_kv=True)
-    asked = requests(stop_token_ids(directory, load_tokenizer(directory)))
+    asked = requests(stop_token_ids(directory, PromptFormat(load_tokenizer(directory))))
     engine.add(asked)
     completions = [completion for _ in range(12) for completion in engine.step()]
     changed = {key: weight * 0.9 for key, weight in weights_of(trained).items()}

@@ -24,7 +24,7 @@ from midflight.actor import grading_pool
 from midflight.actor.grading_pool import GradingPool, MakeEnvironment
 from midflight.errors import RolloutError
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
-from obedient_environment import ObedientEnvironment, ObedientTurns
+from obedient_environment import ObedientEnvironment, ObedientGroups, ObedientTurns
 
 pytestmark = pytest.mark.slow  # every test starts processes
 
@@ -164,6 +164,17 @@ def test_an_unbroken_series_of_timeouts_ends_the_run(num_processes: int) -> None
         with pytest.raises(RolloutError, match=r"took longer than task.grading_timeout_s = 0.1, 8 times in a row"):
             all_results(pool)
         assert pool.num_pending > 30 - 8
+
+
+def test_a_group_has_the_timeout_of_each_member() -> None:
+    """A hung group fails as a whole, after its own time; the groups before and after it do not."""
+    with GradingPool(ObedientGroups, 1, timeout_s=PATIENCE_S / 3) as pool:
+        assert pool.wait_until_ready(TIMEOUT_S)
+        for first, responses in [(0, ["reward 1"]), (1, ["reward 1", "sleep", "reward 1"]), (4, ["reward 1"] * 2)]:
+            pool.submit_group([RolloutId(first + index) for index in range(len(responses))], PROBLEM, responses)
+        results = all_results(pool)
+    assert [answer.grade for answer in results] == [Grade(1.0), *[None] * 3, *[Grade(1.0)] * 2]
+    assert results[2].failure.endswith(f"task.grading_timeout_s = {PATIENCE_S / 3:g} for each of 3 responses")
 
 
 def test_a_grade_resets_the_count_of_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:

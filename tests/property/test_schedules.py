@@ -44,6 +44,8 @@ from midflight.types import (
     ChosenBatch,
     Completion,
     FleetView,
+    Grade,
+    Problem,
     ReadyGroup,
     Rollout,
     RolloutGroup,
@@ -73,6 +75,7 @@ class World:
     update_ticks: int = 0
     failing: frozenset[int] = frozenset()  # groups
     no_signal: frozenset[int] = frozenset()  # groups whose rewards are all equal
+    grades_groups: bool = False  # all responses of a group are graded together
 
     def length_of(self, rollout: int) -> int:
         return self.lengths[rollout % len(self.lengths)]
@@ -87,6 +90,7 @@ worlds = st.builds(
     update_ticks=st.sampled_from([0, 0, 1, 4]),
     failing=groups,
     no_signal=groups,
+    grades_groups=st.booleans(),
 )
 batch_groups = st.integers(1, 3)
 # New weights arrive several ticks before they sample; admission must depend on the weights that sample.
@@ -96,8 +100,10 @@ slow_updates = World(lengths=[5], train_ticks=[3], grade_ticks=[0], update_ticks
 class Verifier(CountingEnvironment):
     """Environment with alternating rewards 1 and 0, equal rewards for `no_signal` groups, errors for `failing` ones."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, group_sizes: set[int]) -> None:
+        """Add the number of responses of each graded group to `group_sizes`."""
+        self._group_sizes = group_sizes
+        self.wants_groups = world.grades_groups
         self._num_graded = Counter[int]()
 
         def reward_of(index: int) -> float:
@@ -107,6 +113,10 @@ class Verifier(CountingEnvironment):
             return 1.0 if index in world.no_signal else float(self._num_graded[index] % 2)
 
         super().__init__(reward_of)
+
+    def grade_group(self, problem: Problem, responses: Sequence[str]) -> list[Grade]:
+        self._group_sizes.add(len(responses))
+        return [self.grade(problem, response) for response in responses]
 
 
 class Recording(Actor):
@@ -159,6 +169,7 @@ class Run:
         self.stream: MemoryStream[TrainingBatch] = MemoryStream(capacity)
         self.checkpoint = TrainerState()
         self.batches: list[list[RolloutGroup]] = []
+        self.group_sizes: set[int] = set()
         self.tick = 0
         self.most_in_flight = 0
         self._done_at = 0
@@ -166,7 +177,7 @@ class Run:
 
     def start(self) -> None:
         """Start the rollout process from the saved state of an earlier one."""
-        environment = Verifier(self.world)
+        environment = Verifier(self.world, self.group_sizes)
         delays = self.world.grade_ticks
         grader = ImmediateGrader(environment, lambda rollout: delays[rollout % len(delays)])
         self.generator = self.make_generator()
@@ -246,6 +257,7 @@ class Run:
         state = self.actor.state
         batched = Counter(group.group_id for batch in self.batches for group in batch)
         assert set(batched.values()) <= {1}, "a group is in two batches"
+        assert self.group_sizes == ({self.config.group_size} if self.world.grades_groups else set())
         assert not batched.keys() & self.world.failing
         assert all(len(members(batch)) == self.config.batch_size for batch in self.batches)
         lost = state.num_failed_groups + state.num_filtered_groups + state.num_dropped_groups

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from midflight.actor.episodes import Episodes, turn_of
+from midflight.actor.failures import RecentFailures
 from midflight.actor.ledger import Ledger
 from midflight.errors import RolloutError
 from midflight.models.prompts import PromptFormat
@@ -33,9 +34,6 @@ from midflight.types import (
     Segment,
 )
 
-# A verifier that never works must end the run instead of keeping it busy for ever.
-_MAX_FAILED_IN_A_ROW = 64
-
 logger = logging.getLogger(__name__)
 
 
@@ -48,6 +46,7 @@ class ActorConfig:
     max_length: int | None = None  # of a rollout: prompt and all turns (tokens); None: no limit
     dynamic_sampling: bool = False  # leave out and replace groups whose rewards are all equal (DAPO)
     max_filtered_in_a_row: int = 1024  # filtered groups in a row that end the run
+    max_failed_fraction: float = 0.5  # share of the last rollouts; more failures end the run
 
 
 class Actor:
@@ -65,17 +64,31 @@ class Actor:
         self._generator = generator
         self._environment = environment
         self._episodes = Episodes(
-            generator, environment, grader, prompts, config.sampling, config.seed, config.max_length
+            generator,
+            environment,
+            grader,
+            prompts,
+            config.sampling,
+            config.seed,
+            config.max_length,
+            group_of=lambda rollout: self._groups[rollout.group_id].rollouts,
         )
         self.ledger = Ledger(config.batch_size, config.group_size, checkpoint.state if checkpoint else None)
         self._groups: dict[GroupId, RolloutGroup] = {}  # open or ready
-        self._failed_in_a_row = self._filtered_in_a_row = 0
+        self._recent_failures = RecentFailures(config.max_failed_fraction)
+        self._filtered_in_a_row = 0
         self._restore(checkpoint.rollouts if checkpoint else ())
 
     # --- state ------------------------------------------------------------------------------------------------
 
     def fleet(self, newest_version: int) -> FleetView:
-        return self.ledger.fleet(self._generator.weight_version, newest_version, self._generator.num_engines)
+        fleet = self.ledger.fleet(self._generator.weight_version, newest_version, self._generator.num_engines)
+        return replace(fleet, num_ungraded=self.num_ungraded) if self._episodes.num_held else fleet
+
+    @property
+    def num_ungraded(self) -> int:
+        """Number of rollouts with the environment; not those that wait for other members of their groups."""
+        return self.ledger.num_ungraded - self._episodes.num_held
 
     @property
     def state(self) -> ActorState:
@@ -111,7 +124,7 @@ class Actor:
 
     def collect_grades(self, timeout_s: float = 0.0) -> None:
         """Process the environment's answers; wait up to `timeout_s` for the first one."""
-        if self.ledger.num_ungraded:
+        if self.num_ungraded:
             for rollout in self._episodes.answers(timeout_s):
                 self._note(rollout)
 
@@ -174,18 +187,15 @@ class Actor:
             versions = {version, *rollout.generated.weight_versions.tolist()}
             self.ledger.started(rollout.rollout_id, len(versions), version)
         elif rollout.status is RolloutStatus.FINISHED:
-            self._failed_in_a_row = 0
+            self._recent_failures.note("")
             self._done(rollout)
         else:
             self._fail(rollout)
 
     def _fail(self, rollout: Rollout) -> None:
-        """One failed rollout is data; an unbroken run of failures stops the run."""
-        why = rollout.failure
-        logger.warning("rollout %d of group %d failed: %s", rollout.rollout_id, rollout.group_id, why)
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
-            raise RolloutError(f"{self._failed_in_a_row} rollouts in a row failed; the last one: {why}")
+        """One failed rollout is data; too many failures end the run."""
+        logger.warning("rollout %d of group %d failed: %s", rollout.rollout_id, rollout.group_id, rollout.failure)
+        self._recent_failures.note(rollout.failure or "no reason")
         self._done(rollout)
 
     # --- closing groups ---------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ turn. Only the environment's text is tokenized; sampled tokens are kept as they 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from midflight.actor.failures import log_once, reason_of
 from midflight.actor.partials import segments_from
-from midflight.envs.one_turn import first_text, with_turns
+from midflight.envs.one_turn import first_text, wants_group, with_turns
 from midflight.errors import PromptError, RequestError
 from midflight.models.prompts import PromptFormat
 from midflight.protocols import Environment, Generator, GradedTask, Grader
@@ -44,6 +44,9 @@ class Episodes:
     A rollout samples up to `sampling.max_tokens` tokens over all its turns, and is at most `max_length` tokens long
     (None: no limit). If it has no room for another turn, its finish reason is LENGTH, and its reward is 0 unless the
     environment graded its last response.
+
+    If the environment grades whole groups, ended rollouts are held until no member of their group is left to generate,
+    and are then submitted together. A member that failed to be generated is left out.
     """
 
     def __init__(
@@ -55,12 +58,21 @@ class Episodes:
         sampling: SamplingParams,
         seed: int,
         max_length: int | None = None,
+        group_of: Callable[[Rollout], Sequence[Rollout]] = lambda rollout: (rollout,),
     ) -> None:
+        """Start without rollouts; `group_of` returns all members of a rollout's group."""
         self._generator, self._grader, self._prompts = generator, grader, prompts
-        self._environment = with_turns(environment)
+        self._task, self._environment = environment, with_turns(environment)
+        self._group_of = group_of
+        self._held: set[RolloutId] = set()
         self._sampling, self._seed, self._max_length = sampling, seed, max_length
         self._active: dict[RolloutId, tuple[Rollout, Problem]] = {}
         self.num_generated = 0  # tokens of turns that ended or were interrupted
+
+    @property
+    def num_held(self) -> int:
+        """Number of ended rollouts that wait for other members of their groups."""
+        return len(self._held)
 
     def new_rollouts(self, problem: Problem, group_id: GroupId, rollout_ids: Sequence[RolloutId]) -> list[Rollout]:
         """Return rollouts to start; they are FAILED if the problem's prompt cannot be made."""
@@ -85,15 +97,19 @@ class Episodes:
                 for pair in rollouts:
                     self.start([pair])
                 return
-            self._end(rollouts[0][0], failure=f"{type(error).__name__}: {error}")
+            self._fail(*rollouts[0], f"{type(error).__name__}: {error}")
             return
         for rollout, problem in rollouts:
             rollout.status = RolloutStatus.RUNNING
             self._active[rollout.rollout_id] = rollout, problem
 
     def submit(self, rollout: Rollout, problem: Problem) -> None:
-        """Submit the response of an ended turn to the environment."""
+        """Submit the response of an ended turn to the environment, or hold the rollout until its group has ended."""
         self._active[rollout.rollout_id] = rollout, problem
+        if wants_group(self._task, problem):
+            self._held.add(rollout.rollout_id)
+            self._submit_group(rollout, problem)
+            return
         *earlier, last = rollout.turns
         responses = [self._prompts.response_text(turn, FinishReason.STOP) for turn in earlier]
         responses.append(self._prompts.response_text(last, rollout.finish_reason))
@@ -170,8 +186,18 @@ class Episodes:
         if np.isfinite(completion.generated.logprobs).all():
             self.submit(rollout, problem)
         else:
-            self._end(rollout, failure="the policy sampled a token with a log-probability that is not finite")
+            self._fail(rollout, problem, "the policy sampled a token with a log-probability that is not finite")
         return rollout
+
+    def _submit_group(self, rollout: Rollout, problem: Problem) -> None:
+        """Submit the rollout's group, if all its members are held or failed."""
+        members = [member for member in self._group_of(rollout) if not member.is_done]
+        if not members or any(member.rollout_id not in self._held for member in members):
+            return
+        responses = [self._prompts.response_text(turn_of(member), member.finish_reason) for member in members]
+        rollout_ids = [member.rollout_id for member in members]
+        self._held.difference_update(rollout_ids)
+        self._grader.submit_group(rollout_ids, problem, responses)
 
     def _take_tokens(self, rollout: Rollout, completion: Completion) -> None:
         self.num_generated += len(completion.generated) - len(turn_of(rollout))
@@ -205,6 +231,12 @@ class Episodes:
             rollout.segments = [*rollout.segments, given]
             rollout.finish_reason = None
             self.start([(rollout, problem)])
+
+    def _fail(self, rollout: Rollout, problem: Problem, why: str) -> None:
+        """End a rollout that could not be generated; its group may have waited for it."""
+        self._end(rollout, failure=why)
+        if wants_group(self._task, problem):
+            self._submit_group(rollout, problem)
 
     def _end(self, rollout: Rollout, grade: Grade | None = None, failure: str = "") -> None:
         self._active.pop(rollout.rollout_id, None)

@@ -1,4 +1,4 @@
-"""Errors in the user's code: a one-line reason with its place, the traceback once, and counts by reason."""
+"""Errors in the user's code: a one-line reason with its place, the traceback once, counts, and the end of a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import logging
 import os
 import sysconfig
 import traceback
+from collections import deque
 from pathlib import Path
 
 import midflight
+from midflight.errors import RolloutError
 
 _MAX_REASON = 500  # characters; a reason goes into a log line, and may go into the line that ends the run
+_NUM_RECENT = 256  # rollouts that are looked back at
+_MIN_RECENT = 64  # fewer rollouts end no run, however many failed
 _MAX_REASONS = 16  # different reasons in the counts and in a log
 _OTHER_REASONS = "other reasons"
 _OURS = str(Path(midflight.__file__).parent) + os.sep
@@ -18,6 +22,37 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pur
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
+
+
+class RecentFailures:
+    """Failures among the last 256 rollouts. A verifier that rarely works must end the run instead of eating it."""
+
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
+        self._reasons: deque[str] = deque(maxlen=_NUM_RECENT)  # "" for a rollout that did not fail
+        self._num_failed = 0
+
+    def note(self, reason: str) -> None:
+        """Add a rollout, with the reason of its failure or "".
+
+        Raises: RolloutError if more than `max_fraction` of at least 64 rollouts failed, or all of them.
+        """
+        if len(self._reasons) == _NUM_RECENT:
+            self._num_failed -= bool(self._reasons[0])
+        self._reasons.append(reason)
+        self._num_failed += bool(reason)
+        num_recent = len(self._reasons)
+        if not reason or num_recent < _MIN_RECENT:
+            return
+        if self._num_failed > self._max_fraction * num_recent or self._num_failed == num_recent:
+            counts: dict[str, int] = {}
+            for failure in filter(None, self._reasons):
+                count_failure(counts, failure)
+            frequent, count = max(counts.items(), key=lambda item: item[1])
+            raise RolloutError(
+                f"{self._num_failed} of the last {num_recent} rollouts failed (task.max_failed_fraction ="
+                f" {self._max_fraction:g}); the most frequent reason, {count} times: {frequent}"
+            )
 
 
 def reason_of(error: BaseException) -> str:

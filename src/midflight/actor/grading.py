@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from midflight.actor.failures import log_once, reason_of
-from midflight.envs.one_turn import checked_text, with_turns
+from midflight.envs.one_turn import GroupGradedTask, checked_text, with_turns
 from midflight.protocols import Environment, GradedTask
 from midflight.types import Grade, GradedResponse, Problem, RolloutId
 
@@ -20,7 +20,7 @@ class LiveEpisodes:
     """Episodes of one process, by rollout. Each episode is a shallow copy of the environment."""
 
     def __init__(self, environment: Environment | GradedTask) -> None:
-        self._environment = with_turns(environment)
+        self._task, self._environment = environment, with_turns(environment)
         self._live: dict[RolloutId, _Episode] = {}  # continuing episodes, longest idle first
 
     def answer(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> GradedResponse:
@@ -39,6 +39,19 @@ class LiveEpisodes:
         except (Exception, SystemExit) as error:
             log_once(error)
             return GradedResponse(rollout_id, None, reason_of(error))
+
+    def answer_group(
+        self, rollout_ids: Sequence[RolloutId], problem: Problem, responses: Sequence[str]
+    ) -> list[GradedResponse]:
+        """Return the grades of responses to one problem, or the reasons for failures, in order; never raises."""
+        try:
+            assert isinstance(self._task, GroupGradedTask), "a group for a task without grade_group()"
+            grades: Sequence[object] = self._task.grade_group(problem, responses)
+            if len(grades) != len(responses):
+                raise ValueError(f"grade_group() returned {len(grades)} grades for {len(responses)} responses")
+        except (Exception, SystemExit) as error:
+            grades = [error] * len(responses)
+        return [_answer(rollout_id, grade) for rollout_id, grade in zip(rollout_ids, grades, strict=True)]
 
     def _continued(self, rollout_id: RolloutId, problem: Problem, earlier: Sequence[str]) -> _Episode:
         """Return the live episode, or a new one after repeating the earlier responses in it."""
@@ -63,19 +76,32 @@ class _Episode:
     responses: list[str] = field(default_factory=list)  # taken so far
 
 
-def _checked(grade: object) -> Grade:
+def _answer(rollout_id: RolloutId, grade: object) -> GradedResponse:
+    """Return the answer for one member of a group; an error is a failure."""
+    try:
+        if isinstance(grade, BaseException):
+            raise grade
+        return GradedResponse(rollout_id, _checked(grade, "grade_group() returned a {}, not a Grade"))
+    except (Exception, SystemExit) as error:
+        log_once(error)
+        return GradedResponse(rollout_id, None, reason_of(error))
+
+
+def _checked(grade: object, complaint: str = "step() returned a {}, neither text nor a Grade") -> Grade:
     """Return the grade with its numbers as floats.
 
     Raises: TypeError, ValueError.
     """
     if not isinstance(grade, Grade):
-        raise TypeError(f"step() returned a {type(grade).__name__}, neither text nor a Grade")
+        raise TypeError(complaint.format(type(grade).__name__))
+    if not isinstance(grade.answer, str | None):
+        raise TypeError(f"the answer is a {type(grade.answer).__name__}, not a string")
     components = {}
     for name, value in grade.components.items():
         if not isinstance(name, str):
             raise TypeError(f"a component has the name {name!r}, which is not a string")
         components[name] = _number(f"component {name!r}", value)
-    return Grade(_number("reward", grade.reward), components)
+    return Grade(_number("reward", grade.reward), components, grade.answer)
 
 
 def _number(name: str, value: object) -> float:

@@ -48,16 +48,21 @@ _READY, _BROKEN = "ready", "broken"
 
 
 class _Job(NamedTuple):
-    rollout_id: RolloutId
+    rollout_ids: tuple[RolloutId, ...]  # one, or the members of a group
     problem: Problem
-    responses: tuple[str, ...]  # all of the episode so far, so that any process can continue it
+    responses: tuple[str, ...]  # all of the episode so far, so that any process can continue it; or one per member
+    is_group: bool = False
     num_deaths: int = 0
+
+    def failed(self, why: str) -> list[GradedResponse]:
+        return [GradedResponse(rollout_id, None, why) for rollout_id in self.rollout_ids]
 
 
 class GradingPool:
     """Implements Grader with `num_processes` processes, each with its own environment from `make_environment`.
 
     A verifier that takes longer than `timeout_s` is killed, with all processes that it started, and its rollout fails.
+    A group has `timeout_s` for each of its responses, and fails as a whole.
     If a verifier ends its process, its rollout fails, too.
     Raises: RolloutError if a process cannot make the environment, or too many timeouts follow each other.
     """
@@ -85,8 +90,12 @@ class GradingPool:
         return True
 
     def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
-        self._queue.append(_Job(rollout_id, problem, tuple(responses)))
+        self._queue.append(_Job((rollout_id,), problem, tuple(responses)))
         self._num_pending += 1
+
+    def submit_group(self, rollout_ids: Sequence[RolloutId], problem: Problem, responses: Sequence[str]) -> None:
+        self._queue.append(_Job(tuple(rollout_ids), problem, tuple(responses), is_group=True))
+        self._num_pending += len(rollout_ids)
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         """Return the answers since the last call; wait up to `timeout_s` for the first one."""
@@ -159,11 +168,11 @@ class GradingPool:
         job = worker.jobs.popleft()
         self._queue.extendleft(reversed(worker.jobs))
         if not died:
-            return [self._timed_out(job)]
+            return self._timed_out(job)
         if job.num_deaths + 1 < _MAX_ATTEMPTS:
             self._queue.appendleft(job._replace(num_deaths=job.num_deaths + 1))
             return []
-        return [GradedResponse(job.rollout_id, None, f"the verifier ended its process ({worker.exit_reason()})")]
+        return job.failed(f"the verifier ended its process ({worker.exit_reason()})")
 
     def _note_bad_start(self, worker: _Worker, died: bool) -> None:
         if not died:
@@ -172,12 +181,14 @@ class GradingPool:
         if self._deaths_at_start >= _MAX_ATTEMPTS:
             raise RolloutError(f"a grading process ended before it was ready ({worker.exit_reason()})")
 
-    def _timed_out(self, job: _Job) -> GradedResponse:
+    def _timed_out(self, job: _Job) -> list[GradedResponse]:
         self._timeouts_in_a_row += 1
         why = f"the verifier took longer than task.grading_timeout_s = {self._timeout_s:g}"
+        if job.is_group:
+            why += f" for each of {len(job.rollout_ids)} responses"
         if self._timeouts_in_a_row >= _MAX_TIMEOUTS_IN_A_ROW:
             raise RolloutError(f"{why}, {self._timeouts_in_a_row} times in a row")
-        return GradedResponse(job.rollout_id, None, why)
+        return job.failed(why)
 
 
 class _Worker:
@@ -215,7 +226,7 @@ class _Worker:
     def send(self, jobs: list[_Job], timeout_s: float) -> None:
         """Send jobs to the idle process, which reads at once, so this does not wait."""
         self.jobs.extend(jobs)
-        self.deadline_s = time.monotonic() + timeout_s
+        self.deadline_s = self._next_deadline_s(timeout_s)
         try:
             self._connection.send(jobs)
         except OSError:  # the process has just died, or a thread left behind by a verifier keeps it from reading
@@ -237,11 +248,18 @@ class _Worker:
                     case GradedResponse() as answer:
                         self.jobs.popleft()
                         answers.append(answer)
-                self.deadline_s = time.monotonic() + timeout_s if self.jobs else float("inf")
+                    case list(group):
+                        self.jobs.popleft()
+                        answers += group
+                self.deadline_s = self._next_deadline_s(timeout_s)
         except (EOFError, OSError):
             self._closed = True
             self.deadline_s = min(self.deadline_s, time.monotonic() + timeout_s)
         return answers
+
+    def _next_deadline_s(self, timeout_s: float) -> float:
+        """Time by which the answer to the next job is due; a group has the timeout of each of its members."""
+        return time.monotonic() + timeout_s * len(self.jobs[0].rollout_ids) if self.jobs else float("inf")
 
     def kill(self) -> None:
         self._kill()
@@ -279,7 +297,10 @@ def _grade_until_closed(make_environment: MakeEnvironment, connection: Connectio
         try:
             jobs: list[_Job] = connection.recv()
             for job in jobs:
-                connection.send(episodes.answer(job.rollout_id, job.problem, job.responses))
+                if job.is_group:
+                    connection.send(episodes.answer_group(job.rollout_ids, job.problem, job.responses))
+                else:
+                    connection.send(episodes.answer(job.rollout_ids[0], job.problem, job.responses))
         except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
             return
 

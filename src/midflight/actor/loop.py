@@ -92,7 +92,7 @@ class RolloutLoop:
 
     def _wait(self) -> None:
         """Wait for grades or new weights, unless the schedule has rollouts to start."""
-        if self._actor.ledger.num_ungraded:
+        if self._actor.num_ungraded:
             with self._tracer.span("grade"):
                 self._actor.collect_grades(WAIT_SLICE_S)
         elif not self._schedule.num_to_admit(self.fleet()):

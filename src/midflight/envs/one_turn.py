@@ -1,8 +1,10 @@
-"""Adapter from a class with `grade(problem, response)` to an environment of one turn."""
+"""Tasks of one turn: the adapter from `grade(problem, response)` to an environment, and grades of whole groups."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from midflight.protocols import Environment, GradedTask
 from midflight.types import Grade, Problem, Text
@@ -31,6 +33,26 @@ class OneTurn:
         if not isinstance(grade, Grade):
             raise TypeError(f"grade() returned a {type(grade).__name__}, not a Grade")
         return grade
+
+
+@runtime_checkable
+class GroupGradedTask(Protocol):
+    """A task that grades all responses to a problem together, instead of one after another.
+
+    `wants_groups` is optional: False, or a function of the problem that returns False, grades one after another.
+    """
+
+    def grade_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Grade | BaseException]:
+        """Return one grade per response. An exception in the list fails its rollout; a raised one fails them all."""
+        ...
+
+
+def wants_group(environment: object, problem: Problem) -> bool:
+    """True if the environment grades all responses to this problem together."""
+    if not isinstance(environment, GroupGradedTask):
+        return False
+    wants: bool | Callable[[Problem], bool] = getattr(environment, "wants_groups", True)
+    return wants(problem) if callable(wants) else wants
 
 
 def with_turns(environment: Environment | GradedTask) -> Environment:

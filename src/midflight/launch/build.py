@@ -72,6 +72,7 @@ def build_actor_config(recipe: Recipe, prompts: PromptFormat) -> ActorConfig:
         recipe.max_length,
         batch.dynamic_sampling,
         batch.max_filtered_in_a_row,
+        recipe.task.max_failed_fraction,
     )
 
 

@@ -122,6 +122,11 @@ class ImmediateGrader:
     def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
         self._results.append((self._delay_of(rollout_id), self._episodes.answer(rollout_id, problem, responses)))
 
+    def submit_group(self, rollout_ids: Sequence[RolloutId], problem: Problem, responses: Sequence[str]) -> None:
+        delay = max(map(self._delay_of, rollout_ids))
+        answers = self._episodes.answer_group(rollout_ids, problem, responses)
+        self._results += [(delay, answer) for answer in answers]
+
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         done = [result for delay, result in self._results if delay <= 0]
         self._results = [(delay - 1, result) for delay, result in self._results if delay > 0]

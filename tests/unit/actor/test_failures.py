@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from midflight.actor import failures
-from midflight.actor.failures import count_failure, reason_of
+from midflight.actor.failures import RecentFailures, count_failure, reason_of
 from midflight.actor.grading import LiveEpisodes
 from midflight.envs.chain_sums import ChainSums
+from midflight.errors import RolloutError
 from midflight.types import Grade, Problem, RolloutId
 
 PROBLEM = Problem("0", "a1b1:", "2")
@@ -82,3 +83,45 @@ def _raised(error: Exception) -> Exception:
         raise error
     except Exception as raised:
         return raised
+
+
+def num_noted(reasons: str, max_fraction: float) -> int | None:
+    """Number of rollouts after which the run ends; in `reasons`, a dot is a rollout that did not fail."""
+    recent = RecentFailures(max_fraction)
+    for index, reason in enumerate(reasons, 1):
+        try:
+            recent.note("" if reason == "." else f"ValueError: {reason} (task.py:{ord(reason)})")
+        except RolloutError:
+            return index
+    return None
+
+
+@pytest.mark.parametrize(
+    ("reasons", "max_fraction", "expected"),
+    [
+        ("x" * 63, 0.1, None),
+        ("x" * 64, 1.0, 64),
+        ("x" * 63 + "." + "x" * 300, 1.0, 64 + 256),
+        ("." + "x" * 62 + ".x", 0.97, None),
+        ("." + "x" * 62 + ".x", 0.96, 65),
+        ("." * 1000 + "x" * 200, 0.5, 1000 + 129),
+        (".x" * 500, 0.5, None),
+        (".xx" * 500, 0.5, 65),
+        (("." * 31 + "x") * 100, 1 / 32, None),
+    ],
+)
+def test_too_large_a_share_of_failures_ends_the_run(reasons: str, max_fraction: float, expected: int | None) -> None:
+    assert num_noted(reasons, max_fraction) == expected
+
+
+def test_end_of_a_run_names_the_most_frequent_reason() -> None:
+    recent = RecentFailures(0.5)
+    for number in range(63):
+        rare = number % 4 == 3
+        recent.note(f"KeyError: 'x' (a.py:{1 + rare})" if rare else f"ValueError: {number} is odd (a.py:7)")
+    with pytest.raises(RolloutError) as raised:
+        recent.note("KeyError: 'x' (a.py:2)")
+    assert str(raised.value) == (
+        "64 of the last 64 rollouts failed (task.max_failed_fraction = 0.5); the most frequent reason, 48 times:"
+        " ValueError: 0 is odd (a.py:7)"
+    )

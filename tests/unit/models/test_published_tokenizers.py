@@ -11,8 +11,9 @@ import pytest
 from midflight.errors import ModelError
 from midflight.generation.text import Detokenizer
 from midflight.models.loading import load_tokenizer, stop_token_ids
+from midflight.models.prompts import PromptFormat
 from midflight.models.smollm2 import smollm2_directory
-from midflight.models.text import decode, encode_chat, encode_prompt, response_text
+from midflight.models.text import decode, encode_chat, encode_text, response_text
 from midflight.types import FinishReason, GeneratedTokens
 from published_models import PUBLISHED, VOCAB_SIZE, write_tokenizer
 
@@ -71,7 +72,7 @@ def test_chat_prompt_is_the_published_text_as_tokens(name: str, tokenizer_of: To
     text = tokenizer.decode(token_ids)
     assert text == tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
     assert text.endswith(ANSWER_BEGINS[name])
-    assert encode_prompt(tokenizer, text) == token_ids
+    assert encode_text(tokenizer, text) == token_ids
     if PUBLISHED[name].adds_bos:
         assert [token_ids[0], token_ids.count(tokenizer.bos_token_id)] == [tokenizer.bos_token_id, 1]
     written = [token for token in PUBLISHED[name].special_tokens if token in text]
@@ -167,7 +168,7 @@ def test_smollm2_itself_renders_stops_and_streams() -> None:
     token_ids = plain(tokenizer, "Grüße aus 東京 🙂 <|im_start|>and 19.")
     assert response_text(tokenizer, generated(token_ids), FinishReason.LENGTH) == "Grüße aus 東京 🙂 and 19."
     assert "".join(streamed(tokenizer, token_ids)) == "Grüße aus 東京 🙂 and 19."
-    ends = stop_token_ids(directory, tokenizer)
+    ends = stop_token_ids(directory, PromptFormat(tokenizer))
     assert tokenizer.convert_ids_to_tokens(list(ends)) == ["<|im_end|>"]
     text = response_text(tokenizer, generated([*plain(tokenizer, "It is"), *broken(tokenizer)]), FinishReason.LENGTH)
     assert text == "It is\N{REPLACEMENT CHARACTER}"

@@ -138,8 +138,6 @@ def test_evaluation_of_one_sample_grades_groups_of_one() -> None:
     task = Ranking()
     prompts = PromptFormat(DigitTokenizer())
     evaluator = Evaluator(ScriptedGenerator(lambda _: 2), task, ImmediateGrader(task), prompts, seed=0)
-        ScriptedGenerator(lambda _: 2), task, ImmediateGrader(task), PromptFormat(DigitTokenizer()), seed=0
-    )
     answers = evaluator.answers(task.held_out_problems(2), SamplingParams(max_tokens=5))
     assert task.graded == [("-1", 1), ("-2", 1)]
     assert answers.rewards.tolist() == [0.0, 0.0]

@@ -14,8 +14,15 @@ _MODULE = "midflight.envs.rewards"
 REWARDS: Joint[Any] = Joint(
     "task.rewards",
     {
-        "exact": f"{_MODULE}.exact:exact",
+        "exact": f"{_MODULE}.exact:Exact",
+        "json_schema": f"{_MODULE}.json_schema:JsonSchema",
+        "language": f"{_MODULE}.language:Language",
         "math": f"{_MODULE}.math:Math",
+        "multiple_choice": f"{_MODULE}.multiple_choice:MultipleChoice",
+        "numeric": f"{_MODULE}.numeric:Numeric",
+        "regex": f"{_MODULE}.formats:Regex",
+        "soft_length": f"{_MODULE}.soft_length:SoftLength",
+        "think_format": f"{_MODULE}.formats:think_format",
     },
 )
 

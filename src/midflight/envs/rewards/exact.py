@@ -1,18 +1,29 @@
-"""Equality of the response and the right answer as text."""
+"""Equality of the answer in a response and the right answer as text."""
 
 from __future__ import annotations
 
+from midflight.envs.rewards.patterns import compiled, last_match
 from midflight.types import Grade, Problem
 
 
-def exact(problem: Problem, response: str, *, ignore_case: bool = False, last_line: bool = False) -> Grade:
-    """Return 1 if the response equals the answer, else 0; leading, trailing and repeated white space does not count.
+class Exact:
+    """Reward 1 if the response equals `problem.answer`, else 0.
 
-    With `last_line`, only the last line of the response that is not empty counts.
+    White space at the ends does not count, and inner white space counts as one space. With `pattern`, only its first
+    group at its last match in the response is compared, such as `Answer: (.*)`.
     """
-    lines = response.strip().splitlines()
-    found = " ".join((lines[-1] if lines and last_line else response).split())
-    expected = " ".join(problem.answer.split())
-    if ignore_case:
-        found, expected = found.casefold(), expected.casefold()
-    return Grade(float(found == expected), answer=found)
+
+    def __init__(self, *, pattern: str | None = None, ignore_case: bool = False) -> None:
+        self._pattern = None if pattern is None else compiled("exact", pattern)
+        self._ignore_case = ignore_case
+
+    def __call__(self, problem: Problem, response: str) -> Grade:
+        found = response if self._pattern is None else last_match(self._pattern, response)
+        if found is None:
+            return Grade(0.0)
+        answer = self._normalized(found)
+        return Grade(float(answer == self._normalized(problem.answer)), answer=answer)
+
+    def _normalized(self, text: str) -> str:
+        text = " ".join(text.split())
+        return text.casefold() if self._ignore_case else text

@@ -248,5 +248,5 @@ def test_wrong_options_and_paths_are_refused(name: str, options: dict[str, Any],
 
 
 def test_unknown_name_lists_built_in_rewards() -> None:
-    with pytest.raises(RecipeError, match=r"task\.rewards: there is no 'mth'; known are exact, math"):
+    with pytest.raises(RecipeError, match=r"task\.rewards: there is no 'mth'; known are exact, json_schema, "):
         build_rewards([RewardTerm(type="mth")])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midflight.envs.one_turn import with_turns
+from midflight.envs.one_turn import GroupGradedTask, wants_group, with_turns
 from midflight.errors import RecipeError
 from midflight.protocols import Environment, GradedTask
 from midflight.types import Grade, Int64Array, Problem, Text
@@ -91,6 +91,15 @@ class Mixture:
     def environment_of(self, problem: Problem) -> Environment | GradedTask:
         """Return the environment that made the problem."""
         return self._by_name[problem.source]
+
+    def wants_groups(self, problem: Problem) -> bool:
+        """True if the problem's source grades all responses to it together."""
+        return wants_group(self.environment_of(problem), problem)
+
+    def grade_group(self, problem: Problem, responses: Sequence[str]) -> Sequence[Grade | BaseException]:
+        environment = self.environment_of(problem)
+        assert isinstance(environment, GroupGradedTask)
+        return environment.grade_group(problem, responses)
 
     def grade(self, problem: Problem, response: str) -> Grade:
         environment = self.environment_of(problem)

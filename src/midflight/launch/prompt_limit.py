@@ -37,8 +37,8 @@ class RecipePromptLimit:
 
     def count(self, prompts: Sequence[Text]) -> list[int]:
         """Return the number of tokens of each prompt. Raises: ModelError, RecipeError."""
+        from midflight.launch.prompts import build_prompts
         from midflight.models.loading import load_tokenizer
-        from midflight.models.text import encode_prompt, joined
 
-        tokenizer = load_tokenizer(self._recipe.model.path)
-        return [len(encode_prompt(tokenizer, joined(prompt))) for prompt in prompts]
+        prompt_format = build_prompts(self._recipe, load_tokenizer(self._recipe.model.path))
+        return [len(prompt_format.encode_prompt(prompt)) for prompt in prompts]

@@ -1,9 +1,15 @@
-"""Settings of all tests: one thread per process, because tests share two cores with the processes they start."""
+"""Settings of all tests: one thread per process, because tests share two cores with the processes they start.
+
+Converted datasets go to a cache of their own, also in the processes that tests start.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +25,9 @@ __all__ = ["refused"]  # a fixture for all tests
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep instead of keeping a core busy
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="midflight-datasets-")
+os.environ["HF_HUB_OFFLINE"] = "1"  # an unreachable hub would be tried for half a minute
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 # A script's background processes ignore Ctrl-C, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -44,11 +44,15 @@ class DatasetSource(Section):
     hub_id: str | None = Field(None, description="dataset of the Hugging Face hub, such as openai/gsm8k")
     hub_config: str | None = Field(None, description="configuration of the hub dataset; default: its only one")
     split: str = Field("train", description="split of a directory or a hub dataset")
-    prompt: str = Field("prompt", min_length=1, description="column with the prompt, text or a list of messages")
+    prompt: str = Field(
+        "prompt",
+        min_length=1,
+        description="column with the prompt, text or a list of messages; a dot reaches into a column, as in info.text",
+    )
     prompt_template: str | None = Field(
         None, description='text of the prompt with columns in braces, such as "{question} Think first."'
     )
-    answer: str | None = Field("answer", description="column with the right answer; the rewards get it")
+    answer: str = Field("answer", description="column with the right answer, which the rewards get; empty: none")
     answer_pattern: str | None = Field(
         None, description="regular expression whose first group, at its last match in the column, is the answer"
     )
@@ -64,10 +68,15 @@ class DatasetSource(Section):
     order: Literal["shuffled", "file", "difficulty"] = Field(
         "shuffled", description="order of each epoch: shuffled anew, as in the file, or from easy to difficult"
     )
-    held_out_fraction: float = Field(0.0, ge=0, lt=1, description="share of rows, drawn by run.seed, that is held out")
+    held_out_fraction: float = Field(
+        0.0, ge=0, lt=1, description="share of prompts that is held out; a hash of the prompt's text decides"
+    )
     held_out_column: str | None = Field(None, description="column that is true, or 'test', in held-out rows")
     held_out_path: Path | None = Field(None, description="file or directory with held-out rows")
     held_out_split: str | None = Field(None, description="split with held-out rows")
+    drop_held_out_prompts: bool = Field(
+        False, description="drop training rows that have the prompt of a held-out row, instead of refusing"
+    )
     rewards: tuple[RewardTerm, ...] = Field(
         (), description='rewards of a response, such as ["math", {type = "my_rewards:brevity", weight = 0.1}]'
     )

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from midflight.config import Recipe
-from midflight.config.tasks import BuiltInSource, OwnSource
+from midflight.config.section import Section
+from midflight.config.tasks import (
+    BuiltInSource,
+    DatasetSource,
+    MixtureSource,
+    OwnSource,
+    ReasoningGymSource,
+    TaskOptions,
+)
+from midflight.envs.datasets.task import DatasetTask
+from midflight.envs.mixture import Share, build_mixture
+from midflight.errors import RecipeError
 from midflight.launch.importing import Joint, keys_of
+from midflight.launch.prompt_limit import RecipePromptLimit
+from midflight.launch.rewards import build_rewards
 from midflight.protocols import Environment, GradedTask
 
 ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
@@ -15,8 +30,37 @@ ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
 )
 
 
+AnySource = BuiltInSource | OwnSource | DatasetSource | ReasoningGymSource | MixtureSource
+
+
 def build_environment(recipe: Recipe) -> Environment | GradedTask:
     """Return the environment. Raises: RecipeError if its class cannot be imported, or fails with these options."""
-    task = recipe.task
-    options = task.options if isinstance(task, BuiltInSource | OwnSource) else keys_of(task)
-    return ENVIRONMENTS.try_to_make(task.type, {"seed": recipe.run.seed}, options)
+    return build_source(recipe, recipe.task, "task")
+
+
+def build_source(recipe: Recipe, source: AnySource, key: str) -> Environment | GradedTask:
+    """Return the environment of a task, of one source of a mixture, or of an evaluation set.
+
+    `key`: the recipe's key of the source, for messages.
+    Raises: RecipeError as `build_environment`.
+    """
+    seed = recipe.run.seed
+    if isinstance(source, MixtureSource):
+        shares = []
+        for index, item in enumerate(source.sources):
+            environment = build_source(recipe, item.task, f"{key}.sources.{index}.task")
+            shares.append(Share(item.name or str(index), item.weight, environment))
+        return build_mixture(shares, seed, key)
+    if isinstance(source, DatasetSource):
+        if not source.rewards:
+            raise RecipeError(f'{key}.rewards: a dataset needs at least one reward, such as ["math"]')
+        limit = RecipePromptLimit(recipe) if source.drop_long_prompts else None
+        return DatasetTask(source, rewards=build_rewards(source.rewards), seed=seed, limit=limit, key=key)
+    return ENVIRONMENTS.try_to_make(source.type, {"seed": seed}, _options_of(source))
+
+
+def _options_of(source: Section) -> dict[str, Any]:
+    """Return the keyword arguments of a source's class: its options, or its own keys."""
+    if isinstance(source, BuiltInSource | OwnSource):
+        return source.options
+    return {key: value for key, value in keys_of(source).items() if key not in TaskOptions.model_fields}

@@ -16,6 +16,7 @@ from midflight.types import (
     GenerationRequest,
     Grade,
     GradedResponse,
+    Int32Array,
     Microbatch,
     Problem,
     ReadyGroup,
@@ -192,12 +193,25 @@ class Reference(Protocol):
         ...
 
 
+class StopRule(Protocol):
+    """Tells the token that completes a stop string."""
+
+    def may_end(self, token_id: int) -> bool:
+        """Return False if this token never completes a stop string. Must be cheap: asked for every sampled token."""
+        ...
+
+    def ends(self, token_ids: Int32Array) -> bool:
+        """Return True if the last of these tokens of a response completes a stop string."""
+        ...
+
+
 class Generator(Protocol):
     """Continuous batching over token ids: requests come and go between decode steps.
 
     Constructor: `engine.options` as keyword arguments, and any of these that it has parameters for: `model_path`,
     `model_config` (of Hugging Face), `weights` (tensors by name), `version` (of the weights), `max_num_seqs` (requests
-    that run at a time), `max_new_tokens`, and the keys of `[engine]`.
+    that run at a time), `max_new_tokens`, `stop_rules` (returns the StopRule of `SamplingParams.stop`), and the keys of
+    `[engine]`.
     """
 
     @property

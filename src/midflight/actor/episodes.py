@@ -111,8 +111,9 @@ class Episodes:
             self._submit_group(rollout, problem)
             return
         *earlier, last = rollout.turns
-        responses = [self._prompts.response_text(turn, FinishReason.STOP) for turn in earlier]
-        responses.append(self._prompts.response_text(last, rollout.finish_reason))
+        stop = self._sampling.stop
+        responses = [self._prompts.response_text(turn, FinishReason.STOP, stop) for turn in earlier]
+        responses.append(self._prompts.response_text(last, rollout.finish_reason, stop))
         self._grader.submit(rollout.rollout_id, problem, responses)
 
     def step(self) -> list[Rollout]:
@@ -181,6 +182,8 @@ class Episodes:
 
     def _end_turn(self, completion: Completion) -> Rollout:
         rollout, problem = self._active[completion.rollout_id]
+        if (ended := self._prompts.until_stop(completion.generated, self._sampling.stop)) is not None:
+            completion = replace(completion, generated=ended, finish_reason=FinishReason.STOP)
         self._take_tokens(rollout, completion)
         rollout.finish_reason = completion.finish_reason
         if np.isfinite(completion.generated.logprobs).all():

@@ -20,6 +20,7 @@ from midflight.config.files import (
 )
 from midflight.config.recipe import Recipe
 from midflight.config.scenario import Scenario
+from midflight.config.warnings import recipe_warnings
 
 __all__ = [
     "SHIPPED_RECIPES",
@@ -31,4 +32,5 @@ __all__ = [
     "load_recipe",
     "load_scenario",
     "model_recipe",
+    "recipe_warnings",
 ]

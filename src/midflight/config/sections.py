@@ -38,7 +38,9 @@ class SamplingConfig(Section):
     min_p: float = Field(
         0.0, ge=0, lt=1, description="sample from tokens at least this many times as likely as the likeliest one"
     )
-    stop: tuple[str, ...] = Field((), description="texts that end a response, besides the model's end tokens")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), max_length=16, description="texts that end a response, besides the model's end tokens"
+    )
 
     @property
     def is_truncated(self) -> bool:

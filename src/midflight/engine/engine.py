@@ -19,7 +19,7 @@ from midflight.engine.graphs import GraphedModel
 from midflight.engine.model import EngineModel
 from midflight.engine.pages import PagePool
 from midflight.engine.plan import Batch, StepPlan
-from midflight.engine.running_batch import MAX_STOP_TOKENS, RunningBatch
+from midflight.engine.running_batch import MAX_STOP_TOKENS, RunningBatch, StopRules
 from midflight.engine.sampler import score, truncate
 from midflight.engine.scheduler import Scheduler
 from midflight.errors import ModelError, NonFiniteWeightsError, RequestError, WeightUpdateError
@@ -59,8 +59,9 @@ class Engine:
         version: int = 0,
         recompute_kv: bool = False,
         prefix_caching: bool = True,
+        stop_rules: StopRules | None = None,
     ) -> None:
-        """Allocate the KV cache.
+        """Allocate the KV cache. Without `stop_rules`, the engine ignores the stop strings of requests.
 
         Raises: ModelError if the model's context or the cache is too small for one sequence.
         """
@@ -88,7 +89,7 @@ class Engine:
         self._cache = KVCache(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, num_pages, model.dtype, model.device
         )
-        self._running = RunningBatch(limits.max_num_seqs, limits.max_length, max_pages)
+        self._running = RunningBatch(limits.max_num_seqs, limits.max_length, max_pages, stop_rules)
         pool: PagePool[Tensor] = PagePool(num_pages, PAGE_SIZE)
         max_scored_tokens = max(1, _MAX_SCORED_LOGITS // shape.vocab_size)
         self._scheduler = Scheduler(self._running, pool, limits.max_batched_tokens, prefix_caching, max_scored_tokens)

@@ -6,9 +6,12 @@ works on contiguous arrays. Only this bookkeeping moves; keys and values stay in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from midflight.engine.randomness import stream_key, uniforms_at
+from midflight.protocols import StopRule
 from midflight.types import (
     FinishReason,
     Float32Array,
@@ -23,6 +26,7 @@ from midflight.types import (
 # Width of the table of stop tokens; a fixed width lets a step compare all slots in one operation.
 MAX_STOP_TOKENS = 8
 _NO_TOKEN = -1
+StopRules = Callable[[tuple[str, ...]], StopRule]  # from the stop strings of a request
 
 
 class RunningBatch:
@@ -31,8 +35,8 @@ class RunningBatch:
     `lengths` counts prompt and generated tokens; `num_cached` counts the tokens whose keys and values are cached.
     """
 
-    def __init__(self, max_num_seqs: int, max_length: int, max_pages: int) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, max_num_seqs: int, max_length: int, max_pages: int, stop_rules: StopRules | None = None) -> None:
+        self.max_num_seqs, self._stop_rules = max_num_seqs, stop_rules
         self.num_active = 0
         self.requests: list[GenerationRequest | None] = [None] * max_num_seqs
         self.slot_of: dict[RolloutId, int] = {}
@@ -107,6 +111,9 @@ class RunningBatch:
         self.weight_versions[slots, columns] = version
         self.lengths[slots] += 1
         stopped = (self.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
+        if self._stop_rules is not None:
+            for index, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
+                stopped[index] |= self._completes_stop_string(slot, token_id, self._stop_rules)
         ended = np.flatnonzero(stopped | (columns + 1 >= self.max_lengths[slots]))
         return [(int(slots[i]), FinishReason.STOP if stopped[i] else FinishReason.LENGTH) for i in ended]
 
@@ -157,6 +164,15 @@ class RunningBatch:
             self.slot_of[moved.rollout_id] = slot
         self.requests[last] = None
         return request
+
+    def _completes_stop_string(self, slot: int, token_id: int, stop_rules: StopRules) -> bool:
+        request = self.requests[slot]
+        assert request is not None
+        if not request.sampling.stop:
+            return False
+        rule = stop_rules(request.sampling.stop)
+        response = slice(int(self.prompt_lengths[slot]), int(self.lengths[slot]))
+        return rule.may_end(token_id) and rule.ends(self.token_ids[slot, response])
 
     def _set_sampling(self, slot: int, sampling: SamplingParams) -> None:
         self.temperatures[slot] = sampling.temperature

@@ -94,9 +94,7 @@ async def _answer(
 ) -> Response:
     body = builder.body
     requests = generation_requests(model, body, builder.prompts, max_tokens, score_prompts=echo)
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if not all(stop):
-        raise ApiError(400, "stop: an empty string would end every response at once", param="stop")
+    stop = requests[0].sampling.stop
     version = served_requests.driver.weight_version
     if body.min_weight_version is not None and version < body.min_weight_version:
         raise ApiError(
@@ -108,7 +106,11 @@ async def _answer(
     options = body.stream_options
     chunk_tokens = (options.chunk_tokens if options else 1) if body.stream else None
     start = served_requests.start(
-        requests, builder.text.decode, stop, chunk_tokens=chunk_tokens, wait=body.rollout_id is None
+        requests,
+        builder.text.decode,
+        builder.text.stop_rules(stop) if stop else None,
+        chunk_tokens=chunk_tokens,
+        wait=body.rollout_id is None,
     )
     answer = _stream(start, builder, bool(options and options.include_usage)) if body.stream else _whole(start, builder)
     return await _unless_disconnected(request, answer) or Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -16,6 +16,7 @@ from midflight.generation.chat import ChatEncoder
 from midflight.generation.http_errors import ApiError
 from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
 from midflight.generation.schemas import NUM_ROLLOUT_IDS, Generated, tokens_of
+from midflight.models.stopping import StopRules
 from midflight.models.text import decode, encode_text
 from midflight.protocols import Tokenizer
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
@@ -44,6 +45,7 @@ class AsyncTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._chat = tokenizer, ChatEncoder(tokenizer)
+        self.stop_rules = StopRules(tokenizer)  # for the event loop
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._token_texts: dict[int, str] = {}
 
@@ -131,6 +133,9 @@ def generation_requests(
 
 
 def _sampling(body: GenerationOptions, stop_token_ids: tuple[int, ...], max_tokens: int) -> SamplingParams:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if not all(stop):
+        raise ApiError(400, "stop: an empty string would end every response at once", param="stop")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -138,6 +143,7 @@ def _sampling(body: GenerationOptions, stop_token_ids: tuple[int, ...], max_toke
         top_k=max(body.top_k or 0, 0),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
+        stop=tuple(stop),
     )
 
 

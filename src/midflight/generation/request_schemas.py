@@ -63,7 +63,7 @@ class GenerationOptions(Wire):
     min_p: float | None = Field(
         None, ge=0, le=1, description="smallest probability of a token, relative to the most likely token"
     )
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stop_token_ids: list[TokenId] | None = Field(
         None, description="tokens that end a response; default: the model's end-of-sequence tokens"
     )

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from midflight.errors import GenerationError
 from midflight.generation.driver import GeneratorDriver, Progress
 from midflight.generation.http_errors import ApiError
 from midflight.generation.text import Decode, Detokenizer, StopStrings
-from midflight.models.text import without_stop_token
-from midflight.types import FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+from midflight.models.stopping import StringStopRule
+from midflight.types import FinishReason, GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
+
+_STOP_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +36,35 @@ class Delta:
 
 
 class _DeltaBuilder:
-    """Builds the deltas of one choice: detokenizes and looks for stop strings."""
+    """Builds the deltas of one choice: detokenizes, and ends the choice with the token that completes a stop string."""
 
-    def __init__(self, index: int, decode: Decode, stop: Sequence[str]) -> None:
-        self._index, self._stop = index, StopStrings(stop) if stop else None
+    def __init__(self, index: int, decode: Decode, sampling: SamplingParams, rule: StringStopRule | None) -> None:
+        self._index, self._stop_token_ids, self._rule = index, sampling.stop_token_ids, rule
+        self._token_ids = np.zeros(0, np.int32)  # of the choice so far, if there is a rule
+        self._stop = StopStrings(sampling.stop)
         self._detokenizer = Detokenizer(decode)
 
     def build(self, progress: Progress) -> Delta:
         """Build the next delta. Tokens after the one that completes a stop string are dropped."""
-        token_ids: list[int] = without_stop_token(progress.generated.token_ids.tolist(), progress.finish_reason)
+        if self._rule is not None:
+            progress = self._until_stop(progress, self._rule)
+        token_ids: list[int] = progress.generated.token_ids.tolist()
         ended = progress.finish_reason is not None
-        if self._stop is None:
-            text = self._detokenizer.push(token_ids) + (self._detokenizer.flush() if ended else "")
-            return self._delta(progress, text)
-        text = ""
-        for position, token_id in enumerate(token_ids, 1):
-            piece, found = self._stop.push(self._detokenizer.push([token_id]))
-            text += piece
-            if found:
-                kept = progress.generated.part(0, position)
-                return self._delta(Progress(progress.rollout_id, kept, FinishReason.STOP), text)
-        if ended:
-            piece, found = self._stop.push(self._detokenizer.flush())
-            text += piece + ("" if found else self._stop.flush())
+        if progress.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._stop_token_ids:
+            del token_ids[-1]
+        text, found = self._stop.push(self._detokenizer.push(token_ids) + (self._detokenizer.flush() if ended else ""))
+        if ended and not found:
+            text += self._stop.flush()
         return self._delta(progress, text)
+
+    def _until_stop(self, progress: Progress, rule: StringStopRule) -> Progress:
+        start = len(self._token_ids)
+        self._token_ids = np.concatenate([self._token_ids, progress.generated.token_ids])
+        end = rule.first_end(self._token_ids, start)
+        if end is None:
+            return progress
+        kept = progress.generated.part(0, end + 1 - start)
+        return replace(progress, generated=kept, finish_reason=FinishReason.STOP)
 
     def _delta(self, progress: Progress, text: str) -> Delta:
         return Delta(
@@ -122,12 +131,12 @@ class ServedRequests:
         self,
         requests: Sequence[GenerationRequest],
         decode: Decode,
-        stop: Sequence[str],
+        rule: StringStopRule | None,
         *,
         chunk_tokens: int | None,
         wait: bool,
     ) -> ServedRequest:
-        """Add the generation requests of one HTTP request.
+        """Add the generation requests of one HTTP request; `rule` finds their stop strings, if they have some.
 
         `wait`: if an id is in flight, wait for the end of that rollout instead of refusing the request.
         Raises: RequestError, GenerationError; ApiError 409 if an id is in flight, 503 if generation has failed.
@@ -140,12 +149,15 @@ class ServedRequests:
                 raise ApiError(409, f"rollout {clash} is in flight already", param="rollout_id")
             await self._active[clash].ended.wait()
         served = ServedRequest(
-            self, rollout_ids, [_DeltaBuilder(index, decode, stop) for index in range(len(requests))]
+            self,
+            rollout_ids,
+            [_DeltaBuilder(index, decode, request.sampling, rule) for index, request in enumerate(requests)],
         )
         self._active.update(dict.fromkeys(rollout_ids, served))
         try:
-            # With stop strings, every token must be checked as soon as it is sampled.
-            added = self.driver.add(requests, served.on_progress, 1 if stop else chunk_tokens)
+            if rule is not None:  # an engine without stop rules samples at most this many tokens too many
+                chunk_tokens = min(chunk_tokens or _STOP_CHUNK_TOKENS, _STOP_CHUNK_TOKENS)
+            added = self.driver.add(requests, served.on_progress, chunk_tokens)
             await asyncio.wrap_future(added)
         except BaseException:
             served.close()

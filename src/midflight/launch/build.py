@@ -33,6 +33,7 @@ from midflight.launch.weights import check_weights
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids, stored_dtype
 from midflight.models.lora import LoraSettings
 from midflight.models.prompts import PromptFormat
+from midflight.models.stopping import split_stops
 from midflight.preprocess.advantages import Advantage
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
@@ -85,13 +86,15 @@ def build_grader(recipe: Recipe) -> GradingPool:
 def build_sampling(recipe: Recipe, path: Path, prompts: PromptFormat) -> SamplingParams:
     """Return the sampling parameters; `path` is the model's directory or a checkpoint, which names the stop tokens."""
     sampling = recipe.sampling
+    token_ids, strings = split_stops(prompts.tokenizer, sampling.stop)
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
-        stop_token_ids=stop_token_ids(path, prompts),
+        stop_token_ids=tuple(dict.fromkeys([*stop_token_ids(path, prompts), *token_ids])),
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        stop=strings,
     )
 
 
@@ -236,7 +239,7 @@ def check_evaluation(recipe: Recipe) -> None:
     Raises: RecipeError, ModelError.
     """
     prompts = build_prompts(recipe, check_model(recipe))
-    num_stop_tokens = len(stop_token_ids(recipe.model.path, prompts))
+    num_stop_tokens = len(build_sampling(recipe, recipe.model.path, prompts).stop_token_ids)
     if not 1 <= num_stop_tokens <= MAX_STOP_TOKENS:
         raise ModelError(
             f"the tokenizer and generation_config.json in {recipe.model.path} name {num_stop_tokens} end-of-sequence"

@@ -11,6 +11,7 @@ from torch import Tensor
 from midflight.config import Recipe
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import engine_model
+from midflight.engine.running_batch import StopRules
 from midflight.launch.importing import Joint, keys_of, own_options
 from midflight.protocols import Generator
 
@@ -27,13 +28,22 @@ def build_engine(
     max_num_seqs: int,
     version: int = 0,
     max_total_tokens: int | None = None,
+    stop_rules: StopRules | None = None,
 ) -> Generator:
     """Return the engine; `config` is the model's Hugging Face configuration.
 
+    `stop_rules`: for requests with stop strings; without them, callers must cut responses.
     `max_total_tokens`: limit of the embedded engine for prompt and response together; default: the sum of their limits.
     Raises: RecipeError if the user's own engine cannot be used.
     """
-    offered = {"model_config": config, "weights": weights, "max_num_seqs": max_num_seqs, "version": version}
+    offered: dict[str, Any] = {
+        "model_config": config,
+        "weights": weights,
+        "max_num_seqs": max_num_seqs,
+        "version": version,
+    }
+    if stop_rules:
+        offered["stop_rules"] = stop_rules
     if max_total_tokens:
         offered["max_total_tokens"] = max_total_tokens
     return ENGINES.make(recipe.engine.type, offered | _settings(recipe), own_options(recipe.engine))
@@ -67,6 +77,7 @@ def embedded_engine(
     recompute_kv: bool,
     prefix_caching: bool,
     max_total_tokens: int | None = None,
+    stop_rules: StopRules | None = None,
 ) -> Engine:
     """Return the embedded engine. The arguments are described at `midflight.protocols.Generator`."""
     limits = EngineLimits(
@@ -85,4 +96,11 @@ def embedded_engine(
         dtype=None if dtype == "auto" else getattr(torch, dtype),
         device=device,
     )
-    return Engine(model, limits, version=version, recompute_kv=recompute_kv, prefix_caching=prefix_caching)
+    return Engine(
+        model,
+        limits,
+        version=version,
+        recompute_kv=recompute_kv,
+        prefix_caching=prefix_caching,
+        stop_rules=stop_rules,
+    )

@@ -13,7 +13,16 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from midflight.errors import PromptError
-from midflight.models.text import encode_chat, encode_text, render_chat, reserved_arguments, response_text
+from midflight.models.stopping import StopRules
+from midflight.models.text import (
+    decode,
+    encode_chat,
+    encode_text,
+    is_special,
+    render_chat,
+    reserved_arguments,
+    response_text,
+)
 from midflight.protocols import Tokenizer
 from midflight.types import FinishReason, GeneratedTokens, Message, Text
 
@@ -39,6 +48,7 @@ class PromptFormat:
     ) -> None:
         """Raises: PromptError if a template argument has a reserved name."""
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+        self.stop_rules = StopRules(tokenizer)
         self._system_prompt, self._template = system_prompt, template
         self._arguments = dict(template_arguments or {})
         if reserved := reserved_arguments(tokenizer) & self._arguments.keys():
@@ -102,8 +112,19 @@ class PromptFormat:
         end = self._end_of_turn_in(token_ids)
         return None if end is None else token_ids[end]
 
-    def response_text(self, generated: GeneratedTokens, finish_reason: FinishReason | None) -> str:
-        """Return the text of a complete response, as it is graded."""
+    def until_stop(self, generated: GeneratedTokens, stop: tuple[str, ...]) -> GeneratedTokens | None:
+        """Return the tokens up to the one that completes a stop string, or None if no stop string occurs."""
+        end = self.stop_rules(stop).first_end(generated.token_ids) if stop else None
+        return None if end is None else generated.part(0, end + 1)
+
+    def response_text(
+        self, generated: GeneratedTokens, finish_reason: FinishReason | None, stop: tuple[str, ...] = ()
+    ) -> str:
+        """Return the text of a complete response, as it is graded: without its end token, or up to its stop string."""
+        if stop and finish_reason is FinishReason.STOP:
+            rule = self.stop_rules(stop)
+            if rule.ends(generated.token_ids):
+                return rule.cut(decode(self.tokenizer, generated.token_ids.tolist()))
         return response_text(self.tokenizer, generated, finish_reason)
 
     def _after_answer(self, messages: Sequence[Message]) -> str:
@@ -129,10 +150,10 @@ class PromptFormat:
     def _end_of_turn_in(self, token_ids: Sequence[int]) -> int | None:
         """Position of the first special token if only white space precedes it."""
         for position, token_id in enumerate(token_ids):
-            if self.tokenizer.decode([token_id], skip_special_tokens=True).strip():
-                return None
-            if self.tokenizer.decode([token_id]).strip():
+            if is_special(self.tokenizer, token_id):
                 return position
+            if decode(self.tokenizer, [token_id]).strip():
+                return None
         return None
 
     def _check_template(self) -> None:

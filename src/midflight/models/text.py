@@ -74,6 +74,11 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+def is_special(tokenizer: Tokenizer, token_id: int) -> bool:
+    """True if the token has a text that `decode` leaves out."""
+    return not decode(tokenizer, [token_id]) and bool(tokenizer.decode([token_id]))
+
+
 def without_stop_token(token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
     """Remove the token that ended the response, which need not be a special token."""
     return token_ids[:-1] if finish_reason is FinishReason.STOP else token_ids

@@ -28,6 +28,7 @@ from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.launch.build import recipe_schedule
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config
+from midflight.models.stopping import StopRules
 from midflight.protocols import Generator
 from midflight.run.engine_registry import Entry, read_entries
 from midflight.types import GenerationRequest
@@ -47,13 +48,20 @@ Connect = Callable[[str, threading.Event], HTTPGenerator]
 
 
 def open_generator(
-    recipe: Recipe, run: RunDirectory, version: int, weights: Mapping[str, Tensor], note: Callable[[str], object]
+    recipe: Recipe,
+    run: RunDirectory,
+    version: int,
+    weights: Mapping[str, Tensor],
+    note: Callable[[str], object],
+    stop_rules: StopRules,
 ) -> AbstractContextManager[Generator]:
     """Open the generator of a run: an engine in this process, or a pool of servers. `note` gets lines for the user."""
     if isinstance(recipe.engine, HttpEngineConfig):
         return _pool(recipe, recipe.engine, run, version, weights, note)
     config, max_num_seqs = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
-    return nullcontext(build_engine(recipe, config, weights, max_num_seqs=max_num_seqs, version=version))
+    return nullcontext(
+        build_engine(recipe, config, weights, max_num_seqs=max_num_seqs, version=version, stop_rules=stop_rules)
+    )
 
 
 def wait_for_engine(generator: Generator, timeout_s: float) -> bool:

@@ -46,6 +46,12 @@ def sampled_accuracy(recipe: Recipe, path: Path, grader: Grader) -> float:
 def _evaluator(recipe: Recipe, path: Path, grader: Grader) -> Evaluator:
     torch.set_num_threads(num_threads(None, colocated=True))
     weights = weights_of(load_model(path))
-    engine = build_engine(recipe, load_config(path), weights, max_num_seqs=recipe.eval.num_in_flight)
     prompts = build_prompts(recipe, load_tokenizer(path))
+    engine = build_engine(
+        recipe,
+        load_config(path),
+        weights,
+        max_num_seqs=recipe.eval.num_in_flight,
+        stop_rules=prompts.stop_rules,
+    )
     return Evaluator(engine, build_environment(recipe), grader, prompts, recipe.run.seed, recipe.max_length)

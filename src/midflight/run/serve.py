@@ -25,8 +25,9 @@ from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.launch.build import check_model, num_threads
 from midflight.launch.engines import build_engine
-from midflight.models.loading import load_config, load_model, stop_token_ids, weights_of
+from midflight.models.loading import load_config, load_model, load_tokenizer, stop_token_ids, weights_of
 from midflight.models.prompts import PromptFormat
+from midflight.models.stopping import StopRules
 from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30
@@ -55,7 +56,12 @@ def serve_model(
         torch.set_num_threads(num_threads(recipe.engine.threads, colocated=True))
         model_config, weights = load_config(path), weights_of(load_model(path))
         engine = build_engine(
-            recipe, model_config, weights, max_num_seqs=config.num_in_flight, max_total_tokens=max_total_tokens
+            recipe,
+            model_config,
+            weights,
+            max_num_seqs=config.num_in_flight,
+            max_total_tokens=max_total_tokens,
+            stop_rules=StopRules(load_tokenizer(path)),  # not the server's tokenizer: the engine has its own thread
         )
         model = ServedModel(
             name=config.model_name or path.name,

@@ -107,7 +107,7 @@ def rollout_body(context: WorkerContext) -> None:
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
-        open_generator(recipe, run, version, weights, note) as generator,
+        open_generator(recipe, run, version, weights, note, prompts.stop_rules) as generator,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):

@@ -9,12 +9,12 @@ from typing import Any
 
 from midflight.config.tasks import DatasetSource
 from midflight.envs.datasets.task import DatasetTask
-from midflight.envs.rewards.exact import exact
+from midflight.envs.rewards.exact import Exact
 from midflight.envs.rewards.signatures import reward_function
 from midflight.envs.rewards.terms import Rewards, Term
 from midflight.types import Problem
 
-EXACT = Rewards([Term("exact", reward_function("exact", exact, {}))])
+EXACT = Rewards([Term("exact", reward_function("exact", Exact, {}))])
 
 
 def sums(num_rows: int) -> list[dict[str, Any]]:

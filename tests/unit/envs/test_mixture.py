@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 
-from dataset_files import dataset_task, sums
+from dataset_files import dataset_task, sums, write_lines
 from midflight.actor.grading import LiveEpisodes
+from midflight.config.tasks import DatasetSource
 from midflight.envs.chain_sums import ChainSums, solution
+from midflight.envs.datasets.task import DatasetTask
 from midflight.envs.mixture import Draws, Mixture, Share, build_mixture
+from midflight.envs.one_turn import wants_group
+from midflight.envs.rewards.signatures import reward_function
+from midflight.envs.rewards.terms import Rewards, Term
 from midflight.envs.running_sums import RunningSums
 from midflight.errors import RecipeError
 from midflight.protocols import Environment
 from midflight.types import Grade, Problem, RolloutId
+from narrowing import instance
 
 
 class Numbers:
@@ -108,3 +114,17 @@ def test_sources_with_one_and_several_turns_mix() -> None:
 def test_two_sources_with_one_name_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"^task\.sources: 2 sources have the name 'a'; give each its own$"):
         build_mixture([Share("a", 1, Numbers()), Share("a", 2, Numbers())], 0, "task")
+
+
+def test_only_sources_with_group_rewards_get_groups(tmp_path: Path) -> None:
+    def best(problem: Problem, responses: Sequence[str]) -> list[float]:
+        return [float(len(response) == max(map(len, responses))) for response in responses]
+
+    rewards = Rewards([Term("best", reward_function("best", best, {}))])
+    rows = DatasetSource(path=write_lines(tmp_path / "sums.jsonl", sums(9)), prompt="question")
+    task = Mixture([Share("rows", 1, DatasetTask(rows, rewards=rewards)), Share("numbers", 1, Numbers())])
+    problems = {problem.source: problem for problem in map(task.problem, range(20))}
+    assert wants_group(task, problems["rows"])
+    assert not wants_group(task, problems["numbers"])
+    grades = [instance(grade, Grade) for grade in task.grade_group(problems["rows"], ["a", "bb"])]
+    assert [grade.reward for grade in grades] == [0, 1]

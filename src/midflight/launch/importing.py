@@ -71,7 +71,7 @@ class Joint(Generic[Built]):
         module, colon, attribute = path.partition(":")
         if not colon:
             raise RecipeError(f"{self.key}: there is no {name!r}; known are {', '.join([*self.known, OWN_TYPE])}")
-        target = self._import(path, module, attribute)
+        target: Callable[..., Any] = self._import(path, module, attribute)
         if not callable(target):
             raise RecipeError(f"{self.key}: {path!r} is of type {type(target).__name__}, not a class or function")
         if isinstance(target, type):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,13 +62,12 @@ def test_the_loss_tapers_bad_tokens_only() -> None:
 
 @pytest.mark.slow
 def test_the_task_trains_with_the_loss(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, recipe = tmp_path / "run", EXAMPLES / "my_task" / "recipe.toml"
     small = ("batch.batch_size=16", "schedule.num_in_flight=16", "eval.num_problems=16", "trainer.max_steps=3")
     loss = ("loss.type=my_loss:tapered", "loss.options.max_negative_ratio=0.5")
     done = subprocess.run(
-        [sys.executable, "-m", "midflight", "train", "recipe.toml", f"run.directory={run}", *small, *loss, "--json"],
-        cwd=EXAMPLES / "my_task",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])},
+        [sys.executable, "-m", "midflight", "train", str(recipe), f"run.directory={run}", *small, *loss, "--json"],
+        cwd=EXAMPLES,  # the task lies beside the recipe, the loss in the working directory
         capture_output=True,
         text=True,
         timeout=240,

@@ -30,7 +30,7 @@ NOT_FINITE = 3
 LOSSES = {
     # The proximal policy is renewed at steps 0, 4 and 8, so resuming half-way needs the saved one.
     2: ("loss.type=ppo", "loss.proximal_every=4", "advantage.type=value"),
-    3: ("advantage.type=value", "trainer.activation_checkpointing=true"),
+    3: ("advantage.type=value", "trainer.activation_checkpointing=true", "trainer.checkpoint_dtype=bfloat16"),
 }
 
 

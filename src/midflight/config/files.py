@@ -31,6 +31,7 @@ class FileKind(Generic[Document]):
     error: type[MidflightError]
     moved: Mapping[str, str] = field(default_factory=dict)  # key in an earlier version -> key now
     shipped: Mapping[str, Path] = field(default_factory=dict)  # name -> file in the package
+    directory_key: str = ""  # key that gets the directory of a file, unless the file ships with midflight
 
     def load(self, path: Path, overrides: Sequence[str] = ()) -> Document:
         """Read, override and validate a file, or the shipped file with this name.
@@ -46,7 +47,12 @@ class FileKind(Generic[Document]):
             raise self.error(f"cannot read the {self.noun} {path}: {error.strerror}{names}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise self.error(f"{path} is not valid TOML: {error}") from error
-        return self.build(_anchored(values, self.model, path.resolve().parent), overrides)
+        directory = path.resolve().parent
+        if self.directory_key and path not in self.shipped.values():
+            section, _, key = self.directory_key.partition(".")
+            if isinstance(table := values.setdefault(section, {}), dict):
+                table.setdefault(key, str(directory))
+        return self.build(_anchored(values, self.model, directory), overrides)
 
     def build(self, values: dict[str, Any], overrides: Sequence[str] = ()) -> Document:
         """Override and validate values. Raises: `error`, as `load`."""
@@ -201,6 +207,7 @@ RECIPE = FileKind(
         "schedule.max_waiting": "schedule.queue_capacity",
     },  # since version 0.1
     shipped=SHIPPED_RECIPES,
+    directory_key="run.recipe_directory",
 )
 SCENARIO = FileKind(Scenario, "scenario", ScenarioError)
 

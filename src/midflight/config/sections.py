@@ -17,6 +17,10 @@ class RunConfig(Section):
     name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$", description="name of the run and its directory")
     seed: int = Field(0, ge=0, description="seed of problems, sampling and packing")
     directory: Path | None = Field(None, description="run directory; default: runs/NAME-DATE-TIME")
+    recipe_directory: Path | None = Field(
+        None,
+        description="directory of your own modules, and of relative paths in their options; default: the recipe's own",
+    )
 
 
 class ModelConfig(Section):

@@ -29,6 +29,7 @@ from midflight.launch.prompts import build_prompts
 from midflight.launch.schedules import build_schedule
 from midflight.launch.streams import check_streams
 from midflight.launch.task_check import check_task
+from midflight.launch.users_modules import use_directory_of
 from midflight.launch.weights import check_weights
 from midflight.models.loading import check_model_directory, load_config, load_tokenizer, stop_token_ids, stored_dtype
 from midflight.models.lora import LoraSettings
@@ -209,6 +210,7 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises: RecipeError, ModelError; MissingExtraError if a package that the recipe needs is missing.
     """
+    use_directory_of(recipe)
     check_device("trainer", recipe.trainer.device, recipe.trainer.num_ranks)
     _check_deepspeed(recipe, build_objective(recipe).proximal_every)
     build_advantage(recipe)
@@ -262,6 +264,7 @@ def check_model(recipe: Recipe) -> Tokenizer:
 
     Raises: RecipeError, ModelError.
     """
+    use_directory_of(recipe)
     check_device("engine", recipe.engine.device)
     path = recipe.model.path
     check_model_directory(path)

@@ -20,6 +20,7 @@ from midflight.errors import RecipeError
 from midflight.launch.importing import Joint, keys_of
 from midflight.launch.prompt_limit import RecipePromptLimit
 from midflight.launch.rewards import build_rewards
+from midflight.launch.users_modules import use_directory_of
 from midflight.protocols import Environment, GradedTask
 
 ENVIRONMENTS: Joint[Environment | GradedTask] = Joint(
@@ -44,6 +45,7 @@ def build_source(recipe: Recipe, source: AnySource, key: str) -> Environment | G
     `key`: the recipe's key of the source, for messages.
     Raises: RecipeError as `build_environment`.
     """
+    use_directory_of(recipe)
     seed = recipe.run.seed
     if isinstance(source, MixtureSource):
         shares = []

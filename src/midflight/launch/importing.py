@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from midflight.actor.failures import reason_of
 from midflight.config.section import OWN_TYPE, OwnSection, Section
 from midflight.errors import MidflightError, RecipeError
+from midflight.launch.users_modules import anchored_options, import_users_module
 
 Built = TypeVar("Built")
 
@@ -47,11 +47,12 @@ class Joint(Generic[Built]):
             takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in signature.parameters.values())
             takes_all &= self.protocol is not None
             taken = {key: value for key, value in offered.items() if takes_all or key in signature.parameters}
-            signature.bind(*(() if self.protocol else (None,)), **taken | dict(options))
+            options = anchored_options(target, options)
+            signature.bind(*(() if self.protocol else (None,)), **taken | options)
         except (TypeError, ValueError) as error:
             section = self.key.removesuffix(".type")
             raise RecipeError(f"{section}.options: {name}: {error}") from error
-        return functools.partial(target, **taken | dict(options))
+        return functools.partial(target, **taken | options)
 
     def make(self, name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Built:
         """Return an object made by the implementation. Raises: RecipeError, or any error of the constructor."""
@@ -70,17 +71,26 @@ class Joint(Generic[Built]):
         module, colon, attribute = path.partition(":")
         if not colon:
             raise RecipeError(f"{self.key}: there is no {name!r}; known are {', '.join([*self.known, OWN_TYPE])}")
-        try:
-            target: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise RecipeError(f"{self.key}: cannot import {path!r}: {error}") from error
-        except Exception as error:
-            raise RecipeError(f"{self.key}: cannot import {path!r}: {reason_of(error)}") from error
+        target: Callable[..., Any] = self._import(path, module, attribute)
         if not callable(target):
             raise RecipeError(f"{self.key}: {path!r} is of type {type(target).__name__}, not a class or function")
         if isinstance(target, type):
             self._check_members(path, target)
         return target
+
+    def _import(self, path: str, module: str, attribute: str) -> Any:
+        try:
+            imported = import_users_module(module)
+        except MidflightError as error:
+            raise RecipeError(f"{self.key}: cannot import {path!r}: {error}") from error
+        except Exception as error:
+            raise RecipeError(f"{self.key}: cannot import {path!r}: {reason_of(error)}") from error
+        if not hasattr(imported, attribute):
+            raise RecipeError(
+                f"{self.key}: cannot import {path!r}: module {module!r} has no attribute {attribute!r}"
+                f" ({getattr(imported, '__file__', 'built in')})"
+            )
+        return getattr(imported, attribute)
 
     def _check_members(self, name: str, target: Any) -> None:
         protocol = self._protocol_of(target)

@@ -9,6 +9,7 @@ from midflight.config.tasks import RewardTerm
 from midflight.envs.rewards.signatures import reward_function
 from midflight.envs.rewards.terms import Rewards, Term
 from midflight.launch.importing import Joint, users_code
+from midflight.launch.users_modules import anchored_options
 
 _MODULE = "midflight.envs.rewards"
 REWARDS: Joint[Any] = Joint(
@@ -38,5 +39,5 @@ def build_rewards(terms: Sequence[RewardTerm]) -> Rewards:
 def _build(term: RewardTerm) -> Term:
     target = REWARDS.find(term.type)
     with users_code(f"task.rewards: {term.type}"):
-        function = reward_function(term.type, target, term.options)
+        function = reward_function(term.type, target, anchored_options(target, term.options))
     return Term(term.name or term.type.rpartition(":")[2], function, term.weight)

@@ -28,6 +28,7 @@ from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
+from midflight.launch.users_modules import use_directory_of
 
 # Shorter than the time for which a resumed run waits for the workers of the earlier run.
 _ORPHAN_GRACE_S = 30.0
@@ -118,6 +119,7 @@ def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
 
 
 def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
+    use_directory_of(context.recipe)
     try:
         body(context)
     except MidflightError as error:

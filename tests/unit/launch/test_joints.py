@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import own_parts
 from midflight.config import SHIPPED_RECIPES, load_recipe, load_scenario
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError, RecipeError
@@ -61,7 +62,10 @@ def refusal(*overrides: str) -> str:
     ("path", "message"),
     [
         ("no_such_module:Thing", "cannot import 'no_such_module:Thing': No module named 'no_such_module'"),
-        ("own_parts:Missing", "cannot import 'own_parts:Missing': module 'own_parts' has no attribute 'Missing'"),
+        (
+            "own_parts:Missing",
+            f"cannot import 'own_parts:Missing': module 'own_parts' has no attribute 'Missing' ({own_parts.__file__})",
+        ),
         ("own_parts:number", "'own_parts:number' is of type int, not a class or function"),
     ],
 )

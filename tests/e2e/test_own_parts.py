@@ -49,7 +49,9 @@ def test_a_run_of_user_defined_parts(tmp_path: Path) -> None:
     summary = json.loads(done.stdout)
     assert (summary["steps"], summary["samples"], summary["max_lag"]) == (3, 48, 0)
     assert (tmp_path / "engines").read_text() == "chain_sums 16\n"
-    assert [(run / "streams" / f"{name}.count").read_text() for name in ("groups", "batches")] == ["3", "3"]
+    # A fourth batch may be on its way when the trainer ends.
+    for name in ("groups", "batches"):
+        assert (run / "streams" / f"{name}.count").read_text() in ("3", "4")
     assert (run / "mine" / "newest").exists()
     lines = read_metrics(run / "metrics.jsonl")
     written = [f"{line['version']} {line['reward/mean']}" for line in lines]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from midflight.config import SHIPPED_RECIPES, describe_recipe, dump_toml, load_recipe
+from midflight import cli
+from midflight.config import SHIPPED_RECIPES, describe_recipe, dump_toml, load_recipe, recipe_warnings
 from midflight.config.algorithms import GroupAdvantageConfig, ValueAdvantageConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.config.sections import (
@@ -371,3 +373,20 @@ def test_wrong_streams_are_one_line(recipe_file: Path, overrides: list[str], mes
         load_recipe(recipe_file, overrides)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_truncated_sampling_warns_once_with_its_keys(recipe_file: Path) -> None:
+    assert recipe_warnings(load_recipe(recipe_file, [])) == []
+    (warning,) = recipe_warnings(load_recipe(recipe_file, ["sampling.top_p=0.9", "sampling.min_p=0.1"]))
+    assert warning.startswith("sampling.top_p = 0.9, sampling.min_p = 0.1: ")
+    assert "the importance ratios are biased" in warning
+
+
+def test_check_prints_warnings(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["midflight", "config", "check", "cpu_demo", "sampling.top_k=5"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    stdout, stderr = capfd.readouterr()
+    assert stdout == "cpu_demo: ok\n"
+    assert stderr.startswith("midflight: warning: sampling.top_k = 5: ")

@@ -111,9 +111,8 @@ class Episodes:
             self._submit_group(rollout, problem)
             return
         *earlier, last = rollout.turns
-        stop = self._sampling.stop
-        responses = [self._prompts.response_text(turn, FinishReason.STOP, stop) for turn in earlier]
-        responses.append(self._prompts.response_text(last, rollout.finish_reason, stop))
+        responses = [self._text(turn, FinishReason.STOP) for turn in earlier]
+        responses.append(self._text(last, rollout.finish_reason))
         self._grader.submit(rollout.rollout_id, problem, responses)
 
     def step(self) -> list[Rollout]:
@@ -197,10 +196,13 @@ class Episodes:
         members = [member for member in self._group_of(rollout) if not member.is_done]
         if not members or any(member.rollout_id not in self._held for member in members):
             return
-        responses = [self._prompts.response_text(turn_of(member), member.finish_reason) for member in members]
+        responses = [self._text(turn_of(member), member.finish_reason) for member in members]
         rollout_ids = [member.rollout_id for member in members]
         self._held.difference_update(rollout_ids)
         self._grader.submit_group(rollout_ids, problem, responses)
+
+    def _text(self, turn: GeneratedTokens, finish_reason: FinishReason | None) -> str:
+        return self._prompts.response_text(turn, finish_reason, self._sampling.stop)
 
     def _take_tokens(self, rollout: Rollout, completion: Completion) -> None:
         self.num_generated += len(completion.generated) - len(turn_of(rollout))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from midflight.cli.options import Overrides, RecipeArgument
+from midflight.cli.options import Overrides, RecipeArgument, warn
 from midflight.config import describe_recipe, describe_scenario, dump_toml, load_recipe
 
 config_app = typer.Typer(no_args_is_help=True, help="Show and check recipes without running them.")
@@ -23,7 +23,9 @@ def check(recipe_path: RecipeArgument, overrides: Overrides = None) -> None:
     """Check that a recipe would run: keys, values, model directory, tokenizer, task."""
     from midflight.launch.build import check_recipe
 
-    check_recipe(load_recipe(recipe_path, overrides or []))
+    recipe = load_recipe(recipe_path, overrides or [])
+    check_recipe(recipe)
+    warn(recipe)
     print(f"{recipe_path}: ok")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from midflight.cli.options import SHIPPED, Json, Overrides, RecipeArgument
+from midflight.cli.options import SHIPPED, Json, Overrides, RecipeArgument, warn
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe, model_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError
@@ -71,6 +71,7 @@ def _train(run: RunDirectory | None, recipe: Recipe, as_json: bool) -> dict[str,
     from midflight.run.local import run_locally
 
     check_recipe(recipe)
+    warn(recipe)
     summary = run_locally(recipe, run or create_run(recipe), Console(stderr=True))
     if as_json:
         print(json_text(summary))

@@ -23,6 +23,7 @@ from transformers import (
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.loading import engine_model
+from midflight.engine.running_batch import StopRules
 from midflight.models.attention import register_packed_attention
 from midflight.models.loading import weights_of
 
@@ -73,9 +74,10 @@ def tiny_engine(
     kernels: ReferenceKernels | None = None,
     fused: bool = True,
     recompute_kv: bool = False,
+    stop_rules: StopRules | None = None,
     **limits: Any,
 ) -> Engine:
     """Return an engine over a copy of the model's weights; `fused = False` always runs the transformers module."""
     runner = engine_model(model.config, weights_of(model), max_length=32 + max_new_tokens, kernels=kernels, fused=fused)
     bounds = EngineLimits(max_num_seqs=max_num_seqs, max_prompt_tokens=32, max_new_tokens=max_new_tokens, **limits)
-    return Engine(runner, bounds, version=version, recompute_kv=recompute_kv)
+    return Engine(runner, bounds, version=version, recompute_kv=recompute_kv, stop_rules=stop_rules)

@@ -78,6 +78,11 @@ def test_equal_names_are_refused() -> None:
     assert not rewards("length", {"type": "length", "name": "length_2"}).wants_groups
 
 
+def test_names_of_other_metrics_are_refused() -> None:
+    with pytest.raises(RecipeError, match="length: name = 'mean' is a metric of the run; use another one"):
+        rewards({"type": "length", "name": "mean"})
+
+
 def test_group_is_graded_together_with_plain_terms() -> None:
     built = rewards("ranks", {"type": "length", "weight": 0.5})
     assert built.wants_groups

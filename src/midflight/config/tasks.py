@@ -160,7 +160,10 @@ class TaskOptions(Section):
         10.0, gt=0, description="timeout of one answer of the environment; a late one fails its rollout, seconds"
     )
     max_failed_fraction: float = Field(
-        0.5, gt=0, le=1, description="the run ends if more than this share of the last 256 rollouts failed"
+        0.5,
+        gt=0,
+        le=1,
+        description="the run ends if more than this share of the last 256 rollouts (at least 64) failed",
     )
 
 

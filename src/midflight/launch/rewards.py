@@ -8,6 +8,7 @@ from typing import Any
 from midflight.config.tasks import RewardTerm
 from midflight.envs.rewards.signatures import reward_function
 from midflight.envs.rewards.terms import Rewards, Term
+from midflight.errors import RecipeError
 from midflight.launch.importing import Joint, users_code
 from midflight.launch.users_modules import anchored_options
 
@@ -26,6 +27,7 @@ REWARDS: Joint[Any] = Joint(
         "think_format": f"{_MODULE}.formats:think_format",
     },
 )
+_RESERVED = ("mean", "length_penalty")
 
 
 def build_rewards(terms: Sequence[RewardTerm]) -> Rewards:
@@ -40,4 +42,7 @@ def _build(term: RewardTerm) -> Term:
     target = REWARDS.find(term.type)
     with users_code(f"task.rewards: {term.type}"):
         function = reward_function(term.type, target, anchored_options(target, term.options))
-    return Term(term.name or term.type.rpartition(":")[2], function, term.weight)
+    name = term.name or term.type.rpartition(":")[2]
+    if name in _RESERVED:
+        raise RecipeError(f"task.rewards: {term.type}: name = {name!r} is a metric of the run; use another one")
+    return Term(name, function, term.weight)

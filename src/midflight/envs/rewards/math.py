@@ -15,7 +15,7 @@ from midflight.types import Grade, Problem
 
 _MAX_CACHED = 4096  # right answers; the responses of a group share one
 # The library's timeouts use signals, which exist in the main thread only.
-_PARSE_TIMEOUT_S, _VERIFY_TIMEOUT_S = 5, 5
+_PARSE_TIMEOUT_S, _VERIFY_TIMEOUT_S = 2, 2
 
 
 class Math:

@@ -78,3 +78,12 @@ def test_threads_can_grade() -> None:
 def test_negative_precision_is_refused() -> None:
     with pytest.raises(RecipeError, match="precision = -1 is negative"):
         Math(precision=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "expression", ["9^{9^{9^{9}}}", r"\sum_{k=1}^{10^9} \frac{1}{k}", "{" * 2000 + "5" + "}" * 2000]
+)
+def test_expression_that_takes_too_long_is_wrong(expression: str) -> None:
+    """The reward is 0 long before `task.grading_timeout_s`, so the rest of the group is not lost."""
+    assert reward("5", rf"\boxed{{{expression}}}") == 0.0

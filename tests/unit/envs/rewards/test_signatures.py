@@ -107,6 +107,19 @@ def test_arguments_that_rewards_do_not_get_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("get_soft_overlong_punishment", {"max_completion_len": 9, "soft_punish_cache": 3}),
+        ("get_repetition_penalty_reward", {"ngram_size": 2}),
+        ("get_cosine_scaled_reward", {"max_len": 9}),
+    ],
+)
+def test_functions_of_trl_that_need_tokens_are_refused(name: str, options: dict[str, Any]) -> None:
+    text = refused(f"trl.rewards:{name}", **options)
+    assert text.startswith(f"task.rewards: trl.rewards:{name} needs completion_ids, which rewards do not get")
+
+
+@pytest.mark.parametrize(
     ("name", "response", "options", "expected"),
     [
         ("accuracy_reward", r"so \boxed{4}", {}, 1.0),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from midflight.actor.grading import LiveEpisodes
 from midflight.config.tasks import RewardTerm
 from midflight.envs.rewards.terms import RewardError, Rewards
 from midflight.errors import RecipeError
 from midflight.launch.rewards import build_rewards
-from midflight.types import Grade, Problem
+from midflight.testing.fakes import CountingEnvironment
+from midflight.types import Grade, Problem, RolloutId
 
+FILE = "tests/unit/envs/rewards/test_terms.py"
 PROBLEM = Problem("set/7", [{"role": "user", "content": "2 + 2?"}], answer="4", columns={"limit": 3})
 
 
@@ -31,6 +34,8 @@ def bad(problem: Problem, response: str, *, value: Any) -> Any:
 
 
 def divides(problem: Problem, response: str) -> float:
+    if not response:
+        raise ZeroDivisionError("no response")
     return 1 / len(response)
 
 
@@ -78,6 +83,11 @@ def test_equal_names_are_refused() -> None:
     assert not rewards("length", {"type": "length", "name": "length_2"}).wants_groups
 
 
+def test_names_of_other_metrics_are_refused() -> None:
+    with pytest.raises(RecipeError, match="length: name = 'mean' is a metric of the run; use another one"):
+        rewards({"type": "length", "name": "mean"})
+
+
 def test_group_is_graded_together_with_plain_terms() -> None:
     built = rewards("ranks", {"type": "length", "weight": 0.5})
     assert built.wants_groups
@@ -121,6 +131,39 @@ def test_bad_value_names_function_problem_and_place(value: object, described: st
     text = str(raised.value)
     assert text.startswith(f"{__name__}:bad returned {described}, for problem 'set/7' (")
     assert text.endswith(f"test_terms.py:{bad.__code__.co_firstlineno})")
+
+
+class Task(CountingEnvironment):
+    """Task that grades with some rewards, alone or in groups."""
+
+    def __init__(self, built: Rewards) -> None:
+        super().__init__()
+        self.grade = built.grade  # type: ignore[method-assign]
+        self.grade_group = built.grade_group
+
+
+@pytest.mark.parametrize(
+    ("term", "expected", "line"),
+    [
+        (
+            "divides",
+            "divides, problem 'set/7': ZeroDivisionError: no response",
+            lambda: divides.__code__.co_firstlineno + 2,
+        ),
+        (
+            {"type": "bad", "options": {"value": None}},
+            "bad returned None, not a number, for problem 'set/7'",
+            lambda: bad.__code__.co_firstlineno,
+        ),
+    ],
+)
+def test_reason_of_a_failed_rollout_has_function_problem_and_place(
+    term: str | dict[str, Any], expected: str, line: Callable[[], int]
+) -> None:
+    episodes = LiveEpisodes(Task(rewards(term)))
+    alone = episodes.answer(RolloutId(1), PROBLEM, [""])
+    (together,) = episodes.answer_group([RolloutId(1)], PROBLEM, [""])
+    assert alone.failure == together.failure == f"RewardError: {__name__}:{expected} ({FILE}:{line()})"
 
 
 def test_group_list_of_wrong_length_is_an_error() -> None:

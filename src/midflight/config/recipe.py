@@ -7,6 +7,7 @@ import math
 import pydantic
 
 from midflight.config import algorithms, sections
+from midflight.config.evaluations import EvalConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
 from midflight.config.tasks import BuiltInTaskConfig, TaskConfig
@@ -32,7 +33,7 @@ class Recipe(Section):
     trainer: sections.TrainerConfig = sections.SingleTrainerConfig()
     metrics: sections.MetricsConfig = sections.MetricsConfig()
     supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
-    eval: sections.EvalConfig = sections.EvalConfig()
+    eval: EvalConfig = EvalConfig()
     serve: sections.ServeConfig = sections.ServeConfig()
 
     @property

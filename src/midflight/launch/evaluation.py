@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from midflight.config import Recipe
-from midflight.config.sections import HELD_OUT, EvalSet
+from midflight.config.evaluations import HELD_OUT, EvalSet
 from midflight.envs.one_turn import first_text
 from midflight.envs.routing import as_problem_of
 from midflight.errors import PromptError, RecipeError

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from midflight.config.sections import HELD_OUT
+from midflight.config.evaluations import HELD_OUT
 from midflight.metrics.averages import mean_over
 from midflight.metrics.jsonl import MetricsLine
 

@@ -170,7 +170,9 @@ class Grouped(CountingEnvironment):
 def test_all_samples_of_a_problem_are_one_group(num_in_flight: int) -> None:
     generator = PickyGenerator(lambda rollout: 1 + rollout % 3)
     questions = QuestionSet("some", [Problem("1", prompt="1"), *problems(3)], SAMPLING, samples=4)
-    result = evaluate(evaluator(Grouped(), generator, num_in_flight), EvaluationPlan((questions,), None, 5)).sets["some"]
+    result = evaluate(evaluator(Grouped(), generator, num_in_flight), EvaluationPlan((questions,), None, 5)).sets[
+        "some"
+    ]
     assert result.figures
     assert (result.num_ungraded, result.figures.avg.value) == (4, 3.0)
 

@@ -51,9 +51,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, di
 def test_a_run_is_evaluated_before_during_and_after(finished: tuple[RunDirectory, dict[str, Any]]) -> None:
     run, summary = finished
     lines = read_evaluations(run.evaluations)
-    assert [(line["version"], line["when"]) for line in lines] == [
-        (0, "before"), (4, "during"), (8, "during"), (9, "after"),
-    ]  # fmt: skip
+    assert [line["version"] for line in lines] == [0, 4, 8, 9]
+    # Training may end before the answers of version 8; then its checkpoint is evaluated after the run.
+    assert [line["when"] for line in lines][:2] == ["before", "during"]
+    assert lines[2]["when"] in ("during", "after")
+    assert lines[3]["when"] == "after"
     assert all(list(line["sets"]) == ["held_out", "short", "turns"] for line in lines)
     assert summary["evaluations"]["generated_tokens"] == sum(line.get("generated_tokens", 0) for line in lines) > 0
     assert summary["evaluations"]["best_version"] == best_version(lines)
@@ -124,7 +126,7 @@ def test_nothing_to_evaluate_is_refused(refused: Refused) -> None:
         ('eval.sets=[{name = "a", task = {}}, {name = "a", task = {}}]', "'a' is the name of 2 sets"),
         ("trainer.keep_best=true", "trainer.keep_best needs evaluations during the run"),
         ('eval.sets=[{name = "a", task = {options = {max_terms = 99}}}]', "max_terms = 99"),
-        ('eval.sets=[{name = "a", task = {type = "running_sums", options = {num_turns = 13}}}]', "set a has 52 tokens"),
+        ('eval.sets=[{name = "a", task = {options = {min_terms = 25, max_terms = 25}}}]', "set a has 51 tokens"),
     ],
 )
 def test_wrong_evaluation_settings_are_refused(refused: Refused, override: str, reason: str) -> None:

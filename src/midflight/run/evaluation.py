@@ -24,6 +24,7 @@ from midflight.models.loading import load_config, load_model, load_tokenizer, we
 from midflight.models.prompts import PromptFormat
 from midflight.protocols import Environment, GradedTask, Grader
 from midflight.trainer.best_checkpoint import BestCheckpoint
+from midflight.trainer.checkpoints import checkpoint_of
 
 
 def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
@@ -94,6 +95,15 @@ def num_slots(recipe: Recipe) -> int:
     if recipe.eval.interval is None:
         return 0
     return min(recipe.eval.num_in_flight, recipe_schedule(recipe).max_in_flight)
+
+
+def missed_version(recipe: Recipe, run: RunDirectory, end: int) -> int | None:
+    """Return the last version before `end` that was due, if it has a checkpoint and no evaluation; else None."""
+    if recipe.eval.interval is None:
+        return None
+    due = (end - 1) // recipe.eval.interval * recipe.eval.interval
+    evaluated = max((line["version"] for line in read_evaluations(run.evaluations)), default=0)
+    return due if due > evaluated and checkpoint_of(run.checkpoints, due).exists() else None
 
 
 def best_checkpoint_of(recipe: Recipe, run: RunDirectory) -> BestCheckpoint | None:

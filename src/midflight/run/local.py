@@ -23,7 +23,7 @@ from midflight.metrics.evaluations import append_evaluation
 from midflight.metrics.jsonl import MetricsTail, json_text
 from midflight.report.progress import LiveView, failure_warning
 from midflight.run.directory import write_atomically
-from midflight.run.evaluation import best_checkpoint_of, evaluate_model
+from midflight.run.evaluation import best_checkpoint_of, evaluate_model, missed_version
 from midflight.run.resuming import prepare_to_resume
 from midflight.run.summary import summarize
 from midflight.run.supervisor import Supervisor, warm_up
@@ -60,12 +60,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
             ended_early = error
         spans = [run.spans(role) for role in worker_bodies(recipe)]
         write_chrome_trace([path for path in spans if path.exists()], run.trace)
-        newest = newest_checkpoint(run.checkpoints)
-        eval_after = None
-        if not ended_early and newest:
-            eval_after = _evaluate(run, recipe, load_state(newest).version, "after", console)
-            if best := best_checkpoint_of(recipe, run):
-                best.update_link()
+        eval_after = None if ended_early else _evaluate_trained(run, recipe, console)
         summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
         write_atomically(run.summary, json_text(summary) + "\n")
     if ended_early:
@@ -81,6 +76,20 @@ def _previous_summary(run: RunDirectory) -> dict[str, Any]:
         return {}
     summary: dict[str, Any] = json.loads(run.summary.read_text())
     return summary
+
+
+def _evaluate_trained(run: RunDirectory, recipe: Recipe, console: Any) -> dict[str, Any] | None:
+    """Evaluate the newest checkpoint, and before it the one whose evaluation the end of training interrupted."""
+    newest = newest_checkpoint(run.checkpoints)
+    if newest is None:
+        return None
+    version = load_state(newest).version
+    if missed := missed_version(recipe, run, version):
+        _evaluate(run, recipe, missed, "after", console)
+    evaluation = _evaluate(run, recipe, version, "after", console)
+    if best := best_checkpoint_of(recipe, run):
+        best.update_link()
+    return evaluation
 
 
 def _evaluate(run: RunDirectory, recipe: Recipe, version: int, when: str, console: Any) -> dict[str, Any] | None:

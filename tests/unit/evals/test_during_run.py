@@ -13,6 +13,7 @@ from midflight.actor.shares import FIRST_EVALUATION_ID, Shares
 from midflight.evals.answering import Evaluator, QuestionSet
 from midflight.evals.during_run import EvaluationDuringRun
 from midflight.evals.evaluate import EvaluationPlan
+from midflight.generation.pool import EnginePool
 from midflight.models.prompts import PromptFormat
 from midflight.protocols import Schedule
 from midflight.schedules.april import AprilSchedule
@@ -89,14 +90,18 @@ class Run:
         update_steps: int = 0,
         num_in_flight: int = 2,
         grade_delay: int = 0,
+        pool_of: int = 0,
     ) -> None:
         self.results: list[tuple[int, dict[str, Any]]] = []
         self.weights, self.stream = Weights(), MemoryStream[ChosenBatch](capacity=1000)
         self.batches: list[ChosenBatch] = []
         self.train_ticks, self._done_at, self.tick = train_ticks, 0, 0
         self.generator = CountingGenerator(answer_steps, update_steps)
+        pool = EnginePool(0, {})
+        for index in range(pool_of):
+            pool.join(str(index), CountingGenerator(answer_steps, update_steps + index))
         environment = CountingEnvironment(lambda index: float(index % 2))
-        shares = Shares(self.generator, ImmediateGrader(environment, lambda rollout: grade_delay))
+        shares = Shares(pool if pool_of else self.generator, ImmediateGrader(environment, lambda rollout: grade_delay))
         evaluator = Evaluator(
             shares.evaluation_generator,
             environment,
@@ -110,6 +115,7 @@ class Run:
             evaluator, EvaluationPlan((questions,), None, 5), every, newest_evaluated, self.report
         )
         config = ActorConfig(BATCH, GROUP, SamplingParams(max_tokens=100), seed=0)
+        self.shared = shares.generator
         self.actor = Actor(config, shares.generator, environment, shares.grader, PromptFormat(DigitTokenizer()))
         self.loop = RolloutLoop(
             self.actor,
@@ -131,7 +137,7 @@ class Run:
 
     def iteration(self) -> None:
         version = self.weights.version
-        self.loop.iteration(max(version, self.generator.weight_version))
+        self.loop.iteration(max(version, self.shared.weight_version))
         self.tick += 1
         if not self._done_at and self.stream.next_offset() > version:
             self.batches += self.stream.read(version, timeout_s=0)
@@ -266,3 +272,11 @@ def test_a_stopped_evaluation_leaves_no_result() -> None:
 def test_evaluated_versions_are_not_evaluated_again(newest_evaluated: int, expected: Sequence[int]) -> None:
     run = Run(SCHEDULES["conventional"], newest_evaluated=newest_evaluated, answer_steps=1).until_version(10)
     assert run.evaluated == expected
+
+
+def test_a_pool_of_engines_evaluates_single_versions() -> None:
+    run = Run(SCHEDULES["pipeline"], num_in_flight=10, answer_steps=3, pool_of=2).until_version(3 * EVERY)
+    assert run.evaluated[0] == EVERY
+    assert all(line["sets"]["some"]["num_ungraded"] == 0 for _, line in run.results)
+    tokens = sum(line["generated_tokens"] for _, line in run.results)
+    assert tokens == 10 * 3 * len(run.results)

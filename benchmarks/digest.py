@@ -1,17 +1,15 @@
 """Hashes of the batches and weights of a run, under every schedule, to prove that a change alters no run.
 
-The run has one process and a virtual clock: an optimizer step takes `_TRAIN_TICKS` iterations of the rollout loop, so
-results do not depend on the machine's speed. The hashes are of float32 results: compare them on one kind of machine.
+The run has one process and a virtual clock, so results do not depend on the machine's speed. The hashes are of float32
+results: compare them on one kind of machine.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import tempfile
 from collections.abc import Iterable
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,15 +18,12 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.loops import Loops, build_loops
+from benchmarks.loops import run_steps
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
-from midflight.metrics.jsonl import JsonlWriter
 from midflight.report.machine import describe_machine
-from midflight.trainer.state import TrainerState
 from midflight.types import TrainingBatch
 
 _RECIPE = SHIPPED_RECIPES["cpu_demo"]
-_TRAIN_TICKS = 7
 _NUM_BATCHES = 50
 _NUM_STEPS = 20  # the weights after this number of optimizer steps are hashed
 _COMMON = (
@@ -88,33 +83,13 @@ def _targets(expected: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[
 
 def _digest_of(recipe: Recipe) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        loops = _run(recipe, Path(directory))
+        loops = run_steps(recipe, Path(directory), _NUM_BATCHES)
     batches = loops.stream.appended[:_NUM_BATCHES]
     return {
         "batches": _hash(part for batch in batches for part in _parts_of(batch)),
         "weights": _hash(tensor.numpy() for _, tensor in sorted(loops.weights.sent[_NUM_STEPS].items())),
         "max_lag": max(max(batch.lag_histogram, default=0) for batch in batches),
     }
-
-
-def _run(recipe: Recipe, directory: Path) -> Loops:
-    with JsonlWriter(directory / "metrics.jsonl") as metrics:
-        loops = build_loops(recipe, directory, metrics)
-        state, end_of_step = loops.training.state, None
-        for tick in count():
-            if tick == end_of_step:
-                version, end_of_step = state.version, None
-                loops.training.run(functools.partial(_has_passed, state, version))
-                if state.version == _NUM_BATCHES:
-                    break
-            if end_of_step is None and loops.stream.next_offset() > state.version:
-                end_of_step = tick + _TRAIN_TICKS
-            loops.rollouts.iteration(state.version)
-    return loops
-
-
-def _has_passed(state: TrainerState, version: int) -> bool:
-    return state.version > version
 
 
 def _parts_of(batch: TrainingBatch) -> Iterable[np.ndarray[Any, Any]]:

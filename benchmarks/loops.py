@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from midflight.actor.actor import Actor
 from midflight.actor.loop import Intervals, RolloutLoop
+from midflight.actor.shares import Shares
 from midflight.config import Recipe
+from midflight.config.run_directory import RunDirectory
+from midflight.evals.during_run import EvaluationDuringRun
 from midflight.launch.build import (
     build_actor_config,
     build_learning_rates,
@@ -16,12 +22,14 @@ from midflight.launch.build import (
     recipe_schedule,
 )
 from midflight.launch.engines import build_engine
-from midflight.launch.environments import build_environment
+from midflight.launch.environments import build_all_environments
 from midflight.launch.objectives import build_objective
 from midflight.launch.prompts import build_prompts
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
+from midflight.protocols import Generator
+from midflight.run.evaluation import evaluation_during_run, num_slots
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import ImmediateGrader, InProcessWeights
@@ -30,6 +38,8 @@ from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
 from midflight.types import ChosenBatch, TrainingBatch
+
+TRAIN_TICKS = 7  # iterations of the rollout loop during one optimizer step, in `run_steps`
 
 
 class Recorder(MemoryStream[TrainingBatch]):
@@ -72,20 +82,32 @@ class Loops:
     rollouts: RolloutLoop
     training: TrainLoop
     preprocess: PreprocessLoop | None  # None: preprocessing is part of the rollout loop
+    evaluation: EvaluationDuringRun | None  # None: the recipe has no eval.every
 
 
-def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
+def build_loops(
+    recipe: Recipe,
+    directory: Path,
+    metrics: JsonlWriter,
+    generator_of: Callable[[Generator], Generator] = lambda engine: engine,
+) -> Loops:
+    """Build the loops of a run. `generator_of`: wraps the engine, for measurements."""
     weights, stream, tracer = _SameThreadWeights(), Recorder(), Tracer(None, "test")
     backend = build_trainer(recipe, weights)
     backend.init(rank=0)
     backend.publish_weights(0)
     schedule, prompts = recipe_schedule(recipe), build_prompts(recipe, load_tokenizer(recipe.model.path))
     engine = build_engine(
-        recipe, load_config(recipe.model.path), weights.receive()[1], max_num_seqs=schedule.max_in_flight
+        recipe,
+        load_config(recipe.model.path),
+        weights.receive()[1],
+        max_num_seqs=schedule.max_in_flight + num_slots(recipe),
     )
-    environment = build_environment(recipe)
+    environment = build_all_environments(recipe)
+    shares = Shares(generator_of(engine), ImmediateGrader(environment))
+    evaluation = evaluation_during_run(recipe, RunDirectory(directory), 0, shares, environment, prompts)
     actor_config = build_actor_config(recipe, prompts)
-    actor = Actor(actor_config, engine, environment, ImmediateGrader(environment), prompts)
+    actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts)
     every_iteration = Intervals(grades_s=0)
     sink: _Groups | PreprocessAtOnce
     if recipe.preprocess.process == "own":
@@ -94,13 +116,45 @@ def build_loops(recipe: Recipe, directory: Path, metrics: JsonlWriter) -> Loops:
         preprocess = PreprocessLoop(sink, stream, preprocessor, tracer_of_its_own)
     else:
         sink, preprocess = PreprocessAtOnce(stream, Preprocessor(build_preprocessing(recipe), tracer)), None
-    rollouts = RolloutLoop(actor, engine, schedule, weights, sink, tracer, intervals=every_iteration)
+    rollouts = RolloutLoop(
+        actor, shares.generator, schedule, weights, sink, tracer, intervals=every_iteration, evaluation=evaluation
+    )
     settings = LoopSettings(
         max_steps=recipe.trainer.max_steps,
         checkpoint_every=10**9,
         checkpoints=directory / "checkpoints",
+        keep_checkpoints=recipe.trainer.keep_checkpoints,
         rejected_batches=directory / "rejected",
     )
     step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
     training = TrainLoop(settings, step, stream, TrainerState(), Tracer(None, "test"), metrics)
-    return Loops(weights, stream, actor, rollouts, training, preprocess)
+    return Loops(weights, stream, actor, rollouts, training, preprocess, evaluation)
+
+
+def run_steps(
+    recipe: Recipe,
+    directory: Path,
+    num_steps: int,
+    generator_of: Callable[[Generator], Generator] = lambda engine: engine,
+) -> Loops:
+    """Train in one thread on a virtual clock: an optimizer step takes TRAIN_TICKS iterations of the rollout loop.
+
+    Every version has a checkpoint; the recipe says how many of them are kept.
+    """
+    with JsonlWriter(directory / "metrics.jsonl") as metrics:
+        loops = build_loops(recipe, directory, metrics, generator_of)
+        state, end_of_step = loops.training.state, None
+        for tick in count():
+            if tick == end_of_step:
+                version, end_of_step = state.version, None
+                loops.training.run(functools.partial(_has_passed, state, version))
+                if state.version == num_steps:
+                    break
+            if end_of_step is None and loops.stream.next_offset() > state.version:
+                end_of_step = tick + TRAIN_TICKS
+            loops.rollouts.iteration(state.version)
+    return loops
+
+
+def _has_passed(state: TrainerState, version: int) -> bool:
+    return state.version > version

@@ -37,7 +37,7 @@ class CheckedSums:
         return [self._draw(rng, f"held_out/{index}", held_out=True) for index in range(num_problems)]
 
     def grade(self, problem: Problem, response: str) -> Grade:
-        """Return the reward; evaluations report `accuracy`, and `steps` is the share of right steps."""
+        """Return the reward; `accuracy` says that it is right, and `steps` is the share of right steps."""
         written, _, total = response.rpartition("=")
         expected = list(accumulate(map(int, problem.text[1::2])))
         right = [int(step) == sum_ for step, sum_ in zip_longest(_STEP.findall(written), expected, fillvalue=-1)]

@@ -205,6 +205,7 @@ class Rollout:
     finish_reason: FinishReason | None = None  # of the last turn
     reward: float = 0.0
     reward_components: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None  # as in Grade; only evaluations read it
     failure: str = ""  # the reason, when FAILED
     num_carried: int = 0  # sampled tokens that the rollout had at its last interruption
 

@@ -117,8 +117,8 @@ def test_a_run_directory_is_complete(finished: tuple[Path, dict[str, Any]]) -> N
     base = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "models" / "chain_sums")
     assert any((a != b).any() for a, b in zip(model.parameters(), base.parameters(), strict=True))
     # The run directory is sufficient to evaluate its checkpoint again.
-    evaluation = midflight("eval", run / "config.toml", "--checkpoint", checkpoint)
-    assert json.loads(evaluation.stdout) == summary["eval_after"]
+    evaluation = json.loads(midflight("eval", run / "config.toml", "--checkpoint", checkpoint, "--json").stdout)
+    assert evaluation == {"model": str(checkpoint), **summary["eval_after"]}
 
 
 def test_conventional_schedule(tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ class Episodes:
         else:
             rollout.status = RolloutStatus.FINISHED
             rollout.reward, rollout.reward_components = grade.reward, grade.components
+            rollout.answer = grade.answer
 
 
 def turn_of(rollout: Rollout) -> GeneratedTokens:

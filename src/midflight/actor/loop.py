@@ -45,6 +45,34 @@ class BatchSink(Protocol):
         ...
 
 
+class SideEvaluation(Protocol):
+    """An evaluation by the engines of the run, beside the training rollouts. It samples with one weight version."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    @property
+    def is_generating(self) -> bool:
+        """True if a response of the evaluation is in flight."""
+        ...
+
+    def is_due_at(self, version: int) -> bool:
+        """True if this version should be evaluated and has not been."""
+        ...
+
+    def step(self, version: int, timeout_s: float = 0.0) -> None:
+        """Begin or continue an evaluation of the engines' version; wait up to `timeout_s` for a grade."""
+        ...
+
+    def stop(self) -> None:
+        """Abort the evaluation; it leaves no result."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        ...
+
+
 class RolloutLoop:
     def __init__(
         self,
@@ -56,8 +84,12 @@ class RolloutLoop:
         tracer: Tracer,
         partials: PartialBuffer | None = None,
         intervals: Intervals = Intervals(),
+        evaluation: SideEvaluation | None = None,
     ) -> None:
-        """With `partials`, rollouts in flight are saved there every `intervals.save_s` and at the end."""
+        """With `partials`, rollouts in flight are saved there every `intervals.save_s` and at the end.
+
+        With `evaluation`, `generator` counts the requests of the evaluation as well.
+        """
         self._actor = actor
         self._generator = generator
         self._schedule = schedule
@@ -66,6 +98,7 @@ class RolloutLoop:
         self._tracer = tracer
         self._partials = partials
         self._intervals = intervals
+        self._evaluation = evaluation
         self._newest = 0  # newest version of the weights, as of this iteration
         self._next_grades_s = self._next_save_s = 0.0
         self._stats = RolloutStats(tracer, actor.state)
@@ -77,6 +110,8 @@ class RolloutLoop:
             assert newest is not None, "the trainer publishes its first weights before the loop starts"
             # After a restart, the trainer publishes versions again that the engines already have.
             self.iteration(max(newest, self._generator.weight_version))
+        if self._evaluation:
+            self._evaluation.stop()
         self._actor.stop()
         self._save()
 
@@ -84,6 +119,8 @@ class RolloutLoop:
         """Run one iteration and the chores that are due; `newest` is the newest version of the weights."""
         self._newest = newest
         handed_over = iterate(self._schedule, self._actor.ledger, self)
+        if self._evaluation and not self._generator.update_pending:
+            self._evaluation.step(self._generator.weight_version)
         if (now_s := time.monotonic()) >= self._next_save_s:
             self._save()
             self._next_save_s = now_s + self._intervals.save_s
@@ -95,6 +132,9 @@ class RolloutLoop:
         if self._actor.num_ungraded:
             with self._tracer.span("grade"):
                 self._actor.collect_grades(WAIT_SLICE_S)
+        elif self._evaluation and self._evaluation.is_running:
+            with self._tracer.span("grade"):
+                self._evaluation.step(self._generator.weight_version, WAIT_SLICE_S)
         elif not self._schedule.num_to_admit(self.fleet()):
             with self._tracer.span("wait"):
                 self._receiver.wait(newer_than=self._newest, timeout_s=WAIT_SLICE_S)
@@ -106,7 +146,8 @@ class RolloutLoop:
 
     def update_weights(self) -> None:
         # `receive` would overwrite the tensors of an update that is still being copied.
-        if self._generator.update_pending:
+        # An evaluation is of one version.
+        if self._generator.update_pending or (self._evaluation and self._evaluation.is_running):
             return
         with self._tracer.span("update"):
             version, weights = self._receiver.receive()
@@ -134,13 +175,30 @@ class RolloutLoop:
 
     def has_room(self) -> bool:
         """Return False while the stream of batches is full. No I/O: version v shows that batch v - 1 has been read."""
-        return self._actor.ledger.state.num_batches < self._newest - 1 + self._sink.capacity
+        has_room = self._actor.ledger.state.num_batches < self._newest - 1 + self._sink.capacity
+        return has_room and not self._waits_for_evaluated_version()
+
+    def _waits_for_evaluated_version(self) -> bool:
+        """True if the trainer could overtake the engines at a version that should be evaluated.
+
+        Batch v makes version v + 1. If version v is due, batch v waits until the engines have adopted version v, unless
+        they would not: the schedule may skip this version, or an evaluation may still hold updates back.
+        """
+        evaluation, fleet = self._evaluation, self.fleet()
+        due = fleet.num_batches
+        if evaluation is None or evaluation.is_running or not evaluation.is_due_at(due) or fleet.version >= due:
+            return False
+        idle = replace(fleet, num_in_flight=0, num_ungraded=0)
+        return fleet.newest_version < due or self._schedule.should_update_weights(idle)
 
     def hand_over(self, choice: BatchChoice) -> None:
         batch = self._actor.take(choice)
         if batch is None:
             return
-        batch = replace(batch, metrics=self._stats.snapshot(batch.actor_state, self._actor.ledger))
+        metrics = self._stats.snapshot(batch.actor_state, self._actor.ledger)
+        if self._evaluation:
+            metrics |= self._evaluation.take_metrics()
+        batch = replace(batch, metrics=metrics)
         if self._sink.append(batch, timeout_s=0) is None:
             raise StreamError(f"the stream of batches is full at batch {batch.index}")
 

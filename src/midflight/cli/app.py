@@ -12,9 +12,10 @@ from pathlib import Path
 
 import typer
 
+from midflight.cli.evaluation import evaluate
 from midflight.cli.recipes import config_app
 from midflight.cli.results import compare, report
-from midflight.cli.runs import demo, evaluate, serve, train
+from midflight.cli.runs import demo, serve, train
 from midflight.cli.sim import calibrate, plan, simulate
 from midflight.cli.start import doctor, new
 from midflight.errors import MidflightError

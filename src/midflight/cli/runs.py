@@ -1,4 +1,4 @@
-"""`midflight train`, `demo`, `eval` and `serve`: commands that run a model."""
+"""`midflight train`, `demo` and `serve`: commands that run a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from midflight.cli.options import SHIPPED, Json, Overrides, RecipeArgument, warn
+from midflight.cli.options import SHIPPED, Json, Overrides, warn
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe, model_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError
@@ -78,26 +78,6 @@ def _train(run: RunDirectory | None, recipe: Recipe, as_json: bool) -> dict[str,
     else:
         print_summary(summary)
     return summary
-
-
-def evaluate(
-    recipe_path: RecipeArgument,
-    overrides: Overrides = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="model directory to evaluate; default: the recipe's model")
-    ] = None,
-) -> None:
-    """Measure the accuracy of a model on held-out problems, and print it as JSON."""
-    from dataclasses import asdict
-
-    from midflight.launch.build import check_evaluation
-    from midflight.run.evaluation import evaluate_model
-
-    recipe = load_recipe(recipe_path, overrides or [])
-    if checkpoint:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint.resolve()})})
-    check_evaluation(recipe)
-    print(json_text(asdict(evaluate_model(recipe, recipe.model.path))))
 
 
 def serve(

@@ -7,7 +7,8 @@ import math
 import pydantic
 
 from midflight.config import algorithms, sections
-from midflight.config.schedules import PipelineConfig, ScheduleConfig, check_queue
+from midflight.config.evaluations import EvalConfig
+from midflight.config.schedules import ConventionalConfig, PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
 from midflight.config.tasks import BuiltInTaskConfig, TaskConfig
 
@@ -32,7 +33,7 @@ class Recipe(Section):
     trainer: sections.TrainerConfig = sections.SingleTrainerConfig()
     metrics: sections.MetricsConfig = sections.MetricsConfig()
     supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
-    eval: sections.EvalConfig = sections.EvalConfig()
+    eval: EvalConfig = EvalConfig()
     serve: sections.ServeConfig = sections.ServeConfig()
 
     @property
@@ -64,6 +65,38 @@ class Recipe(Section):
                 f" sampling.max_tokens = {self.max_length} tokens; {self.max_length} or more would work"
             )
         check_queue(self.schedule, batch.batch_size)
+        return self
+
+    @property
+    def max_eval_tokens(self) -> int:
+        """Largest length of a response in an evaluation (tokens)."""
+        return max([self.sampling.max_tokens, *(item.max_tokens or 0 for item in self.eval.sets)])
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Largest length of a response that the engines of a run generate, in training or evaluation (tokens)."""
+        return self.sampling.max_tokens if self.eval.interval is None else self.max_eval_tokens
+
+    @property
+    def max_engine_length(self) -> int:
+        """Longest prompt and response together, in training or evaluation (tokens)."""
+        return self.engine.max_prompt_tokens + self.max_new_tokens
+
+    @pydantic.model_validator(mode="after")
+    def check_evaluation(self) -> Recipe:
+        every, schedule = self.eval.every, self.schedule
+        if self.trainer.keep_best and every is None:
+            raise ValueError(
+                "trainer.keep_best needs evaluations during the run, but eval.every is not set;"
+                f" eval.every = {self.trainer.checkpoint_every} would work"
+            )
+        steps = schedule.steps_per_rl_step if isinstance(schedule, ConventionalConfig) else 1
+        if every is not None and every % steps:
+            lower = every // steps * steps
+            raise ValueError(
+                f"eval.every = {every} is not a multiple of schedule.steps_per_rl_step = {steps}, and the engines only"
+                f" get the weights after an RL step; {f'{lower} or {lower + steps}' if lower else steps} would work"
+            )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -33,6 +33,7 @@ class RunDirectory:
 
     config = _Entry("config.toml")
     metrics = _Entry("metrics.jsonl")
+    evaluations = _Entry("evaluations.jsonl")
     summary = _Entry("summary.json")
     trace = _Entry("trace.json")
     checkpoints = _Entry("checkpoints")

@@ -9,7 +9,6 @@ import pydantic
 from pydantic import Field
 
 from midflight.config.section import ByType, OwnSection, Section
-from midflight.config.tasks import Source
 from midflight.types import TEMPERATURES
 
 
@@ -331,37 +330,6 @@ class SupervisorConfig(Section):
         description="restart a process without a heartbeat for this long; must be more than the longest optimizer"
         " step, checkpoint or start, seconds",
     )
-
-
-class EvalSet(Section):
-    """One set of problems to evaluate, with its own rewards and sampling parameters."""
-
-    name: str = Field(min_length=1, pattern=r"^[\w.-]+$", description="name of the set in results and metrics")
-    task: Source = Field(description="source of the problems; a dataset's rows are all used, or its held-out rows")
-    num_problems: int | None = Field(None, ge=1, description="number of problems; default: all of a dataset, or 512")
-    samples: int = Field(1, ge=1, description="responses per problem: the k of avg@k, pass@k and maj@k")
-    temperature: float = Field(1.0, ge=0, le=TEMPERATURES[1], description="temperature; 0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="as sampling.top_p")
-    top_k: int = Field(0, ge=0, description="as sampling.top_k")
-    min_p: float = Field(0.0, ge=0, lt=1, description="as sampling.min_p")
-    max_tokens: int | None = Field(
-        None, ge=1, description="largest length of a response, tokens; default: sampling.max_tokens"
-    )
-
-
-class EvalConfig(Section):
-    num_problems: int = Field(
-        512, ge=0, description="number of held-out problems, evaluated before and after the run; 0: no evaluation"
-    )
-    num_in_flight: int = Field(256, ge=1, description="responses in flight")
-    every: int | None = Field(
-        None,
-        ge=1,
-        description="evaluate during the run, after every so many optimizer steps: the run's engines answer between"
-        " rollouts; default: only before and after the run",
-    )
-    sets: tuple[EvalSet, ...] = Field((), description="[[eval.sets]]: further problems to evaluate")
-    hard_from: int = Field(5, ge=0, description="accuracy is also reported for problems of at least this difficulty")
 
 
 class ServeConfig(Section):

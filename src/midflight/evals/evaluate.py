@@ -1,125 +1,167 @@
-"""Accuracy on held-out problems: sampled with the run's parameters, and greedy."""
+"""Results of an evaluation: held-out problems of the task, and the sets of [[eval.sets]]."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from midflight.actor.episodes import Episodes
 from midflight.concurrency.wake_up import WAIT_SLICE_S
-from midflight.models.prompts import PromptFormat
-from midflight.protocols import Environment, Generator, GradedTask, Grader
-from midflight.types import Float64Array, GroupId, Problem, RolloutId, RolloutStatus, SamplingParams
+from midflight.evals.answering import Answering, AnswerTable, Evaluator, QuestionSet
+from midflight.evals.figures import Figures, figures
+from midflight.types import Float64Array, Problem
+
+Key = TypeVar("Key", bound=Hashable)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Results of an evaluation. An accuracy is the mean reward, or None without problems.
+class EvaluationPlan:
+    """Questions of an evaluation. `sets` begin with the held-out problems, unless there are none."""
 
-    Buckets of difficulty are 1, 2, 3, 4, 5-8, 9-16, ...
+    sets: tuple[QuestionSet, ...]
+    greedy: QuestionSet | None  # the held-out problems again, with temperature 0
+    hard_from: int  # the difficulty that counts as hard
+
+    @property
+    def question_sets(self) -> list[QuestionSet]:
+        """All questions, in the order of their answer tables."""
+        return [*self.sets, *([self.greedy] if self.greedy else [])]
+
+    @property
+    def num_responses(self) -> int:
+        return sum(len(questions.problems) * questions.samples for questions in self.question_sets)
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """Results of one set. Figures are None for a set without problems."""
+
+    num_problems: int
+    samples: int
+    figures: Figures | None
+    by_difficulty: dict[str, Figures]  # buckets of difficulty are 1, 2, 3, 4, 5-8, 9-16, ...
+    by_category: dict[str, Figures]
+    mean_length: float | None  # tokens
+    truncated_fraction: float | None  # share of responses cut off at their largest length
+    num_ungraded: int  # responses that could not be graded; they count as wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results of an evaluation. All fields but `sets` are about one response to each held-out problem of the task.
+
+    An accuracy is the mean reward, or None without problems.
     """
 
     num_problems: int  # may be fewer than requested
     sampled_accuracy: float | None
     greedy_accuracy: float | None
     sampled_accuracy_by_difficulty: dict[str, float]
-    hard_from: int  # the difficulty that counts as hard
+    hard_from: int
     num_hard_problems: int
     sampled_accuracy_hard: float | None
     mean_length: float | None  # of the sampled responses (tokens)
     num_ungraded: int  # sampled and greedy responses that could not be graded; they count as wrong
+    sets: dict[str, SetResult]  # with the sampled responses to held-out problems, as `held_out`
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the results as JSON values; the figures of a set are beside its other fields."""
+        values = asdict(self)
+        for result in values["sets"].values():
+            result.update(_plain(result.pop("figures")))
+            for part in ("by_difficulty", "by_category"):
+                result[part] = {
+                    name: {"num_problems": each["num_problems"]} | _plain(each) for name, each in result[part].items()
+                }
+        return values
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Results of one response per problem, in the problems' order; both arrays `[problems]`."""
-
-    rewards: Float64Array
-    lengths: Float64Array  # tokens
-    failures: list[str]  # reasons of responses without a grade
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    """Generates and grades responses to held-out problems."""
-
-    generator: Generator
-    environment: Environment | GradedTask
-    grader: Grader
-    prompts: PromptFormat
-    seed: int
-    max_length: int | None = None  # of a rollout (tokens); None: no limit
-
-    def answers(self, problems: Sequence[Problem], sampling: SamplingParams) -> Answers:
-        """Generate one response to each problem; a response without a grade has reward 0.
-
-        Raises: RolloutError if the grader gives up.
-        """
-        episodes = Episodes(
-            self.generator, self.environment, self.grader, self.prompts, sampling, self.seed, self.max_length
-        )
-        rollouts = [
-            rollout
-            for index, problem in enumerate(problems)
-            for rollout in episodes.new_rollouts(problem, GroupId(index), [RolloutId(index)])
-        ]
-        episodes.start(list(zip(rollouts, problems, strict=True)))
-        while self.generator.num_in_flight or self.grader.num_pending:
-            episodes.step()
-            episodes.answers(0.0 if self.generator.num_in_flight else WAIT_SLICE_S)
-        return Answers(
-            np.array([rollout.reward for rollout in rollouts]),
-            np.array([rollout.num_sampled for rollout in rollouts], np.float64),
-            [rollout.failure for rollout in rollouts if rollout.status is RolloutStatus.FAILED],
-        )
-
-
-def evaluate(evaluator: Evaluator, sampling: SamplingParams, *, num_problems: int, hard_from: int) -> Evaluation:
-    """Evaluate one sampled and one greedy response to each held-out problem.
+def evaluate(evaluator: Evaluator, plan: EvaluationPlan) -> Evaluation:
+    """Answer all questions with a generator that nobody else uses, and return the results.
 
     Raises: RolloutError if the grader gives up.
     """
-    problems = evaluator.environment.held_out_problems(num_problems)
-    sampled = evaluator.answers(problems, sampling)
-    greedy = evaluator.answers(problems, replace(sampling, temperature=0.0))
-    failures = sampled.failures + greedy.failures
+    answering = Answering(evaluator, plan.question_sets)
+    while not answering.is_done:
+        answering.step(0.0 if answering.is_generating else WAIT_SLICE_S)
+    return evaluation_of(plan, answering.tables)
+
+
+def evaluation_of(plan: EvaluationPlan, tables: Sequence[AnswerTable]) -> Evaluation:
+    """Return the results of the answer tables to the plan's questions."""
+    failures = [failure for table in tables for failure in table.failures]
     if failures:
         logger.warning(
-            "%d responses to held-out problems could not be graded; the last reason: %s", len(failures), failures[-1]
+            "%d responses of an evaluation could not be graded; the last reason: %s", len(failures), failures[-1]
         )
-    hard = np.array([problem.difficulty >= hard_from for problem in problems], bool)
+    set_tables = tables[: len(plan.sets)]
+    held_out = set_tables[0] if plan.greedy else None
+    greedy = tables[-1] if plan.greedy else None
+    problems = held_out.questions.problems if held_out else []
+    rewards = held_out.rewards[:, 0] if held_out else np.zeros(0)
+    hard = np.array([problem.difficulty >= plan.hard_from for problem in problems], bool)
     return Evaluation(
         num_problems=len(problems),
-        sampled_accuracy=mean_or_none(sampled.rewards),
-        greedy_accuracy=mean_or_none(greedy.rewards),
-        sampled_accuracy_by_difficulty=_by_difficulty(problems, sampled.rewards),
-        hard_from=hard_from,
+        sampled_accuracy=mean_or_none(rewards),
+        greedy_accuracy=mean_or_none(greedy.rewards) if greedy else None,
+        sampled_accuracy_by_difficulty={
+            name: float(rewards[rows].mean()) for name, rows in _by_difficulty(problems).items()
+        },
+        hard_from=plan.hard_from,
         num_hard_problems=int(hard.sum()),
-        sampled_accuracy_hard=mean_or_none(sampled.rewards[hard]),
-        mean_length=mean_or_none(sampled.lengths),
-        num_ungraded=len(failures),
+        sampled_accuracy_hard=mean_or_none(rewards[hard]),
+        mean_length=mean_or_none(held_out.lengths) if held_out else None,
+        num_ungraded=sum(len(table.failures) for table in (held_out, greedy) if table),
+        sets={table.questions.name: _set_result(table) for table in set_tables},
     )
 
 
 def mean_or_none(values: Float64Array) -> float | None:
     """Return the mean, or None if there are no values."""
-    return float(values.mean()) if len(values) else None
+    return float(values.mean()) if values.size else None
 
 
-def _by_difficulty(problems: Sequence[Problem], rewards: Float64Array) -> dict[str, float]:
-    buckets: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for problem, reward in zip(problems, rewards, strict=True):
-        buckets[_bucket(problem.difficulty)].append(float(reward))
-    return {
-        str(low) if low == high else f"{low}-{high}": float(np.mean(values))
-        for (low, high), values in sorted(buckets.items())
+def _set_result(table: AnswerTable) -> SetResult:
+    questions = table.questions
+    by_difficulty = _by_difficulty(questions.problems)
+    by_category = _rows_by([problem.category for problem in questions.problems])
+    return SetResult(
+        num_problems=len(questions.problems),
+        samples=questions.samples,
+        figures=figures(table.rewards, table.correct, table.answers),
+        by_difficulty=_parts(table, by_difficulty if by_difficulty.keys() != {"0"} else {}),
+        by_category=_parts(table, {name: rows for name, rows in sorted(by_category.items()) if name}),
+        mean_length=mean_or_none(table.lengths),
+        truncated_fraction=mean_or_none(table.truncated.astype(np.float64)),
+        num_ungraded=len(table.failures),
+    )
+
+
+def _parts(table: AnswerTable, rows_by_name: Mapping[str, Sequence[int]]) -> dict[str, Figures]:
+    parts = {
+        name: figures(table.rewards[rows], table.correct[rows], [table.answers[row] for row in rows])
+        for name, rows in rows_by_name.items()
     }
+    return {name: part for name, part in parts.items() if part}
+
+
+def _by_difficulty(problems: Sequence[Problem]) -> dict[str, list[int]]:
+    """Rows of the problems in each bucket of difficulty."""
+    buckets = _rows_by([_bucket(problem.difficulty) for problem in problems])
+    return {str(low) if low == high else f"{low}-{high}": rows for (low, high), rows in sorted(buckets.items())}
+
+
+def _rows_by(keys: Sequence[Key]) -> dict[Key, list[int]]:
+    rows: defaultdict[Key, list[int]] = defaultdict(list)
+    for row, key in enumerate(keys):
+        rows[key].append(row)
+    return dict(rows)
 
 
 def _bucket(difficulty: int) -> tuple[int, int]:
@@ -128,3 +170,7 @@ def _bucket(difficulty: int) -> tuple[int, int]:
         return difficulty, difficulty
     high = 1 << (difficulty - 1).bit_length()
     return high // 2 + 1, high
+
+
+def _plain(part: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: (part or {}).get(name) for name in ("avg", "pass_at", "maj")}

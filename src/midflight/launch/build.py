@@ -21,7 +21,8 @@ from midflight.engine.running_batch import MAX_STOP_TOKENS
 from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.generation.reference import HTTPReference
 from midflight.launch.engines import check_engine
-from midflight.launch.environments import build_environment
+from midflight.launch.environments import build_all_environments, build_environment
+from midflight.launch.evaluation import check_sets
 from midflight.launch.importing import Joint, own_options
 from midflight.launch.metrics import check_sinks
 from midflight.launch.objectives import build_objective
@@ -80,7 +81,7 @@ def build_actor_config(recipe: Recipe, prompts: PromptFormat) -> ActorConfig:
 
 def build_grader(recipe: Recipe) -> GradingPool:
     return GradingPool(
-        functools.partial(build_environment, recipe), recipe.task.num_graders, recipe.task.grading_timeout_s
+        functools.partial(build_all_environments, recipe), recipe.task.num_graders, recipe.task.grading_timeout_s
     )
 
 
@@ -235,9 +236,10 @@ def _check_deepspeed(recipe: Recipe, proximal_every: int | None) -> None:
         )
 
 
-def check_evaluation(recipe: Recipe) -> None:
-    """Check the part of a recipe that evaluation uses: the model, the engine and the task.
+def check_evaluation(recipe: Recipe, *, needs_task: bool = True) -> None:
+    """Check the part of a recipe that evaluation uses: the model, the engine, the task and the evaluation sets.
 
+    `needs_task`: False if neither training nor the evaluation uses the task.
     Raises: RecipeError, ModelError.
     """
     prompts = build_prompts(recipe, check_model(recipe))
@@ -247,7 +249,9 @@ def check_evaluation(recipe: Recipe) -> None:
             f"the tokenizer and generation_config.json in {recipe.model.path} name {num_stop_tokens} end-of-sequence"
             f" tokens; the engine needs at least 1 and supports up to {MAX_STOP_TOKENS}"
         )
-    check_task(recipe, build_environment(recipe), prompts)
+    if needs_task:
+        check_task(recipe, build_environment(recipe), prompts)
+    check_sets(recipe, prompts)
 
 
 def check_device(section: str, device: str, num_ranks: int = 1) -> None:

@@ -27,12 +27,14 @@ def build_engine(
     *,
     max_num_seqs: int,
     version: int = 0,
+    max_new_tokens: int | None = None,
     max_total_tokens: int | None = None,
     stop_rules: StopRules | None = None,
 ) -> Generator:
     """Return the engine; `config` is the model's Hugging Face configuration.
 
     `stop_rules`: for requests with stop strings; without them, callers must cut responses.
+    `max_new_tokens`: largest length of a response; default: the limit of a run.
     `max_total_tokens`: limit of the embedded engine for prompt and response together; default: the sum of their limits.
     Raises: RecipeError if the user's own engine cannot be used.
     """
@@ -46,7 +48,10 @@ def build_engine(
         offered["stop_rules"] = stop_rules
     if max_total_tokens:
         offered["max_total_tokens"] = max_total_tokens
-    return ENGINES.make(recipe.engine.type, offered | _settings(recipe), own_options(recipe.engine))
+    settings = _settings(recipe)
+    if max_new_tokens:
+        settings["max_new_tokens"] = max_new_tokens
+    return ENGINES.make(recipe.engine.type, offered | settings, own_options(recipe.engine))
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -57,7 +62,7 @@ def check_engine(recipe: Recipe) -> None:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Arguments from the recipe that every engine may take."""
-    shared = {"model_path": recipe.model.path, "max_new_tokens": recipe.sampling.max_tokens}
+    shared = {"model_path": recipe.model.path, "max_new_tokens": recipe.max_new_tokens}
     return keys_of(recipe.engine) | shared
 
 

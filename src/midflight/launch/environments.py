@@ -16,6 +16,7 @@ from midflight.config.tasks import (
 )
 from midflight.envs.datasets.task import DatasetTask
 from midflight.envs.mixture import Share, build_mixture
+from midflight.envs.routing import Router
 from midflight.errors import RecipeError
 from midflight.launch.importing import Joint, keys_of
 from midflight.launch.prompt_limit import RecipePromptLimit
@@ -66,3 +67,19 @@ def _options_of(source: Section) -> dict[str, Any]:
     if isinstance(source, BuiltInSource | OwnSource):
         return source.options
     return {key: value for key, value in keys_of(source).items() if key not in TaskOptions.model_fields}
+
+
+def build_all_environments(recipe: Recipe) -> Environment | GradedTask:
+    """Return the task's environment, with the environments of all evaluation sets behind it. Raises: RecipeError."""
+    task = build_environment(recipe)
+    if not recipe.eval.sets:
+        return task
+    return Router(task, build_set_environments(recipe))
+
+
+def build_set_environments(recipe: Recipe) -> dict[str, Environment | GradedTask]:
+    """Return the environment of each evaluation set by name. Raises: RecipeError."""
+    return {
+        item.name: build_source(recipe, item.task, f"eval.sets.{index}.task")
+        for index, item in enumerate(recipe.eval.sets)
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from midflight.config.evaluations import HELD_OUT
 from midflight.metrics.averages import mean_over
 from midflight.metrics.jsonl import MetricsLine
 
@@ -24,6 +26,7 @@ _MANY_FAILED = 0.1  # share of the groups that ended
 _NUM_AVERAGED = 20  # steps to average over; single batches are too noisy to read
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
+_AVERAGE = re.compile(r"eval/.+/avg@\d+")
 
 
 class LiveView:
@@ -34,6 +37,7 @@ class LiveView:
         self._console = console
         self._recent: deque[MetricsLine] = deque(maxlen=_NUM_AVERAGED)
         self._rewards: list[tuple[int, float]] = []  # (version, reward) of the whole run
+        self._evaluated: list[str] = []  # figures of the newest evaluation during the run
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._next_plain_line = 0.0
 
@@ -58,6 +62,8 @@ class LiveView:
             self._recent.append(line)
             if line["reward/mean"] is not None:
                 self._rewards.append((line["version"], line["reward/mean"]))
+            if "eval/version" in line:
+                self._evaluated = _evaluated(line)
         if not lines:
             return
         if self._live:
@@ -108,6 +114,7 @@ class LiveView:
                 f"length {self._mean('length/mean'):.1f}",
             ],
             ["graded", *(f"{name} {self._mean(f'reward/{name}'):.3f}" for name in self._components())],
+            *([["evaluated", *self._evaluated]] if self._evaluated else []),
         ]
 
     def _failed(self) -> list[str]:
@@ -135,7 +142,7 @@ class LiveView:
             f"  generated {self._rate('throughput/generated_tokens_per_s'):,.0f} tok/s"
             f"  trained {self._rate('throughput/trained_tokens_per_s'):,.0f} tok/s"
             f"  lag {self._mean('lag/mean'):.1f} (max {self._max('lag/max'):.0f})  ESS {self._mean('ess'):.4f}"
-            f"  eta {_clock(self._eta_s())}{''.join('  ' + text for text in self._failed())}"
+            f"  eta {_clock(self._eta_s())}{''.join('  ' + text for text in (*self._failed(), *self._evaluated))}"
         )
         self._console.print(line, highlight=False, soft_wrap=True)
 
@@ -159,6 +166,12 @@ class LiveView:
         return f"{100 * self._rate(key):.0f} %"
 
 
+def _evaluated(line: MetricsLine) -> list[str]:
+    """Version of the evaluation in a metrics line, and avg@k of each set."""
+    averages = {key.removeprefix("eval/"): value for key, value in line.items() if _AVERAGE.fullmatch(key)}
+    return [f"version {line['eval/version']:.0f}", *(f"{name} {value:.3f}" for name, value in averages.items())]
+
+
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
     """Print the summary of a run as a table, on stdout by default."""
     console = console or Console()
@@ -176,6 +189,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     tokens = {kind: summary[f"{kind}_tokens"] for kind in ("generated", "trained")}
     rows = [
         *_accuracy_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
+        *_evaluation_rows(summary["evaluations"]),
         ("training", f"{wall_s:.1f} s, {summary['steps']} steps, {summary['samples']:,} samples"),
         *((kind, f"{num:,} tokens, {num / max(wall_s, 1e-9):,.0f} a second") for kind, num in tokens.items()),
         ("weight updates", f"{summary['updates']}, {_ms(summary['update_pause_s'])} each, {summary['aborted']} aborts"),
@@ -222,6 +236,13 @@ def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[
     newest = after or before
     if not newest:
         return []
+    sets = [
+        (f"{name}, avg@{result['samples']}", f"{_avg(before, name)} -> {_avg(after, name)}")
+        for name, result in newest["sets"].items()
+        if name != HELD_OUT
+    ]
+    if not newest["num_problems"]:
+        return sets
     held_out = f"on {newest['num_problems']} held-out problems"
     rows = [
         (f"accuracy, sampled, {held_out}", _change(before, after, "sampled_accuracy")),
@@ -233,7 +254,27 @@ def _accuracy_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[
     buckets = "sampled_accuracy_by_difficulty"
     for bucket in newest[buckets]:
         rows.append((f"  difficulty {bucket}", _change(before.get(buckets, {}), after.get(buckets, {}), bucket)))
-    return rows
+    return rows + sets
+
+
+def _avg(evaluation: dict[str, Any], name: str) -> str:
+    """Text with avg@k of a set and its standard error; "-" if the evaluation has no such set."""
+    estimate = evaluation.get("sets", {}).get(name, {}).get("avg")
+    if estimate is None:
+        return "-"
+    error = estimate["standard_error"]
+    return f"{estimate['value']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _evaluation_rows(evaluations: dict[str, Any]) -> list[tuple[str, str]]:
+    """Row about evaluations during the run, if there were any: the best version and the tokens."""
+    if not evaluations["generated_tokens"]:
+        return []
+    best, scores = evaluations["best_version"], evaluations["scores"]
+    text = f"{len(scores)} versions, {evaluations['generated_tokens']:,} tokens"
+    if best is not None:
+        text += f", best is version {best} with {scores[str(best)]:.3f}"
+    return [("evaluations", text)]
 
 
 def _change(before: dict[str, Any], after: dict[str, Any], key: str) -> str:

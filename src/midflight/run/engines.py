@@ -31,6 +31,7 @@ from midflight.models.loading import load_config
 from midflight.models.stopping import StopRules
 from midflight.protocols import Generator
 from midflight.run.engine_registry import Entry, read_entries
+from midflight.run.evaluation import num_slots
 from midflight.types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def open_generator(
     """Open the generator of a run: an engine in this process, or a pool of servers. `note` gets lines for the user."""
     if isinstance(recipe.engine, HttpEngineConfig):
         return _pool(recipe, recipe.engine, run, version, weights, note)
-    config, max_num_seqs = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight
+    config, max_num_seqs = load_config(recipe.model.path), recipe_schedule(recipe).max_in_flight + num_slots(recipe)
     return nullcontext(
         build_engine(recipe, config, weights, max_num_seqs=max_num_seqs, version=version, stop_rules=stop_rules)
     )
@@ -257,10 +258,10 @@ def _check_fits(recipe: Recipe, generator: HTTPGenerator) -> None:
             f"its model has a vocabulary of {limits.vocab_size} tokens, and that of model.path = {recipe.model.path}"
             f" has {vocab_size}"
         )
-    if limits.max_length < recipe.max_length:
+    if limits.max_length < recipe.max_engine_length:
         raise ModelError(
-            f"it takes sequences of up to {limits.max_length} tokens, and engine.max_prompt_tokens +"
-            f" sampling.max_tokens = {recipe.max_length}"
+            f"it takes sequences of up to {limits.max_length} tokens, and engine.max_prompt_tokens + the largest"
+            f" max_tokens of the recipe = {recipe.max_engine_length}"
         )
 
 
@@ -268,6 +269,6 @@ def _check(recipe: Recipe, request: GenerationRequest) -> None:
     """Check the prompt of a request. Raises: RequestError if it is empty or longer than the recipe allows."""
     num_tokens, longest = len(request.prompt_token_ids), recipe.engine.max_prompt_tokens
     if request.first_position:
-        longest = recipe.max_length - request.sampling.max_tokens
+        longest = recipe.max_engine_length - request.sampling.max_tokens
     if not 0 < num_tokens <= longest:
         raise RequestError(f"request {request.rollout_id}: its prompt has {num_tokens} tokens, not 1 to {longest}")

@@ -13,23 +13,23 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
+from midflight.metrics.evaluations import append_evaluation
 from midflight.metrics.jsonl import MetricsTail, json_text
 from midflight.report.progress import LiveView, failure_warning
 from midflight.run.directory import write_atomically
-from midflight.run.evaluation import evaluate_model
+from midflight.run.evaluation import best_checkpoint_of, evaluate_model, missed_version
 from midflight.run.resuming import prepare_to_resume
 from midflight.run.summary import summarize
 from midflight.run.supervisor import Supervisor, warm_up
 from midflight.run.workers import worker_bodies
 from midflight.tracing.chrome import write_chrome_trace
-from midflight.trainer.checkpoints import newest_checkpoint
+from midflight.trainer.checkpoints import checkpoint_of, load_state, newest_checkpoint
 
 REFRESH_S = 0.25
 
@@ -52,7 +52,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
         prepare_to_resume(run, recipe, say)
         warm_up()
         before = _previous_summary(run)
-        eval_before = before.get("eval_before") or _evaluate(recipe, recipe.model.path, "before", console)
+        eval_before = before.get("eval_before") or _evaluate(run, recipe, 0, "before", console)
         num_restarts: Counter[str] = Counter(before.get("restarts"))
         try:
             _train(recipe, run, num_restarts, say, console)
@@ -60,7 +60,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
             ended_early = error
         spans = [run.spans(role) for role in worker_bodies(recipe)]
         write_chrome_trace([path for path in spans if path.exists()], run.trace)
-        eval_after = None if ended_early else _evaluate(recipe, newest_checkpoint(run.checkpoints), "after", console)
+        eval_after = None if ended_early else _evaluate_trained(run, recipe, console)
         summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
         write_atomically(run.summary, json_text(summary) + "\n")
     if ended_early:
@@ -78,11 +78,32 @@ def _previous_summary(run: RunDirectory) -> dict[str, Any]:
     return summary
 
 
-def _evaluate(recipe: Recipe, model: Path | None, when: str, console: Any) -> dict[str, Any] | None:
-    if not recipe.eval.num_problems or model is None:
+def _evaluate_trained(run: RunDirectory, recipe: Recipe, console: Any) -> dict[str, Any] | None:
+    """Evaluate the newest checkpoint, and before it the one whose evaluation the end of training interrupted."""
+    newest = newest_checkpoint(run.checkpoints)
+    if newest is None:
         return None
-    with console.status(f"evaluating {when} training on {recipe.eval.num_problems} held-out problems"):
-        return asdict(evaluate_model(recipe, model))
+    version = load_state(newest).version
+    if missed := missed_version(recipe, run, version):
+        _evaluate(run, recipe, missed, "after", console)
+    evaluation = _evaluate(run, recipe, version, "after", console)
+    if best := best_checkpoint_of(recipe, run):
+        best.update_link()
+    return evaluation
+
+
+def _evaluate(run: RunDirectory, recipe: Recipe, version: int, when: str, console: Any) -> dict[str, Any] | None:
+    """Evaluate the model before training (version 0) or a checkpoint; None without problems."""
+    if not recipe.eval.has_problems:
+        return None
+    model = checkpoint_of(run.checkpoints, version) if version else recipe.model.path
+    sets = [f"{recipe.eval.num_problems} held-out problems"] if recipe.eval.num_problems else []
+    with console.status(
+        f"evaluating {when} training on {', '.join([*sets, *(item.name for item in recipe.eval.sets)])}"
+    ):
+        evaluation = evaluate_model(recipe, model).to_json()
+    append_evaluation(run.evaluations, version, {"when": when, **evaluation})
+    return evaluation
 
 
 def _train(

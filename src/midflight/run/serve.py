@@ -68,7 +68,7 @@ def serve_model(
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids(path, PromptFormat(tokenizer)),
             vocab_size=model_config.vocab_size,
-            max_length=max_total_tokens or recipe.max_length,
+            max_length=max_total_tokens or recipe.max_engine_length,
             max_tokens=recipe.sampling.max_tokens,
             max_samples=config.max_samples,
         )

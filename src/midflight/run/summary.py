@@ -13,6 +13,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import StreamError
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.averages import mean_by_lag, mean_over, mismatch_of
+from midflight.metrics.evaluations import best_version, read_evaluations, score_of
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
@@ -54,6 +55,7 @@ def summarize(
         "run_directory": str(run.path),
         "eval_before": eval_before,
         "eval_after": eval_after,
+        "evaluations": _evaluations(run),
         "train_wall_s": trainer.wall_s,
         "steps": trainer.version,
         "skipped_steps": sum(int(line["skipped"]) for line in lines),
@@ -86,6 +88,16 @@ def summarize(
         # Number of failed groups by reason, the most frequent reason first.
         "failures": dict(Counter(actor.failures).most_common()) if actor else {},
         "groups": asdict(_group_counts(trainer, actor, num_waiting_groups)),
+    }
+
+
+def _evaluations(run: RunDirectory) -> dict[str, Any]:
+    """Score of each evaluated version (avg@k on the first set), and the tokens of evaluations during the run."""
+    lines = read_evaluations(run.evaluations)
+    return {
+        "scores": {str(line["version"]): score_of(line) for line in lines},
+        "best_version": best_version(lines),
+        "generated_tokens": sum(line.get("generated_tokens", 0) for line in lines),
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from midflight.actor.actor import Actor
 from midflight.actor.loop import RolloutLoop
 from midflight.actor.partials import PartialBuffer
+from midflight.actor.shares import Shares
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.launch.build import (
@@ -23,7 +24,7 @@ from midflight.launch.build import (
     recipe_schedule,
     trainer_device,
 )
-from midflight.launch.environments import build_environment
+from midflight.launch.environments import build_all_environments
 from midflight.launch.metrics import open_sinks
 from midflight.launch.objectives import build_objective
 from midflight.launch.prompts import build_prompts
@@ -33,6 +34,7 @@ from midflight.models.loading import load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
 from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceiver
 from midflight.run.engines import advance_idle, open_generator, wait_for_engine
+from midflight.run.evaluation import best_checkpoint_of, evaluation_during_run
 from midflight.run.resuming import actor_checkpoint
 from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
 from midflight.tracing.spans import Tracer
@@ -103,7 +105,7 @@ def rollout_body(context: WorkerContext) -> None:
     version, weights = receiver.receive()
     prompts = build_prompts(recipe, load_tokenizer(recipe.model.path))
     checkpoint = actor_checkpoint(run, recipe)
-    environment = build_environment(recipe)
+    environment = build_all_environments(recipe)
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
@@ -111,9 +113,11 @@ def rollout_body(context: WorkerContext) -> None:
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
+        shares = Shares(generator, grader)
+        evaluation = evaluation_during_run(recipe, run, version, shares, environment, prompts)
         actor_config = build_actor_config(recipe, prompts)
-        actor = Actor(actor_config, generator, environment, grader, prompts, checkpoint)
-        loop = RolloutLoop(actor, generator, schedule, receiver, sink, tracer, partials)
+        actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts, checkpoint)
+        loop = RolloutLoop(actor, shares.generator, schedule, receiver, sink, tracer, partials, evaluation=evaluation)
         context.wait_until(grader.wait_until_ready)
         context.wait_until(lambda timeout_s: wait_for_engine(generator, timeout_s))
         start_together(context)
@@ -159,6 +163,8 @@ def loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:
         max_seconds=trainer.max_seconds,
         checkpoint_every=trainer.checkpoint_every,
         keep_checkpoints=trainer.keep_checkpoints,
+        evaluated_every=recipe.eval.interval,
+        best=best_checkpoint_of(recipe, run),
         max_nonfinite_steps=trainer.max_nonfinite_steps,
         checkpoints=run.checkpoints,
         rejected_batches=run.rejected_batches,

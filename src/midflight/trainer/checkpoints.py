@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from midflight.errors import CheckpointError
@@ -23,8 +23,14 @@ _UNFINISHED = ".unfinished-"
 _DAMAGED = "damaged_"
 
 
-def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable[[Path], None], keep: int) -> Path:
-    """Write `step_N`, then delete all but the newest `keep`.
+def save_checkpoint(
+    directory: Path,
+    state: TrainerState,
+    save_weights: Callable[[Path], None],
+    keep: int,
+    also_keep: Collection[int] = (),
+) -> Path:
+    """Write `step_N`, then delete all but the newest `keep` and those of the versions `also_keep`.
 
     Raises: CheckpointError if it cannot be written; older checkpoints are untouched.
     """
@@ -47,7 +53,8 @@ def save_checkpoint(directory: Path, state: TrainerState, save_weights: Callable
             f" {f'{kept.name} is kept' if kept else 'there is no older checkpoint'}"
         ) from error
     for old in checkpoints_in(directory)[:-keep]:
-        shutil.rmtree(old)
+        if version_of(old) not in also_keep:
+            shutil.rmtree(old)
     return target
 
 
@@ -58,7 +65,7 @@ def checkpoint_of(directory: Path, version: int) -> Path:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(directory.glob("step_*"), key=_version)
+    return sorted(directory.glob("step_*"), key=version_of)
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
@@ -91,9 +98,9 @@ def newest_whole_checkpoint(directory: Path, report: Callable[[str], None]) -> P
     return checkpoint
 
 
-def oldest_checkpoint_version(directory: Path) -> int:
-    """Version of the oldest checkpoint. Raises: IndexError if there is no checkpoint."""
-    return _version(checkpoints_in(directory)[0])
+def oldest_checkpoint_version(directory: Path, among: int) -> int:
+    """Version of the oldest of the newest `among` checkpoints. Raises: IndexError if there is no checkpoint."""
+    return version_of(checkpoints_in(directory)[-among:][0])
 
 
 def load_state(checkpoint: Path) -> TrainerState:
@@ -104,7 +111,8 @@ def load_state(checkpoint: Path) -> TrainerState:
         raise CheckpointError(f"{checkpoint / _STATE_FILE} cannot be read: {_first_line(error)}") from error
 
 
-def _version(checkpoint: Path) -> int:
+def version_of(checkpoint: Path) -> int:
+    """Version of a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.protocols import MetricsSink, Stream
 from midflight.tracing.spans import Tracer
+from midflight.trainer.best_checkpoint import BestCheckpoint
 from midflight.trainer.checkpoints import checkpoint_of, oldest_checkpoint_version, save_checkpoint
 from midflight.trainer.give_up import GiveUpPolicy
 from midflight.trainer.state import TrainerState
@@ -38,6 +39,8 @@ class LoopSettings:
     rejected_batches: Path  # directory for the last batch of a run that stops for non-finite losses
     checkpoint_every: int  # optimizer steps
     keep_checkpoints: int = 1
+    evaluated_every: int | None = None  # optimizer steps between checkpoints that are evaluated; None: none are
+    best: BestCheckpoint | None = None  # kept besides the newest checkpoints
     max_nonfinite_steps: int = 5  # in a row
     max_seconds: float | None = None  # wall-clock limit; None: no limit
 
@@ -70,7 +73,7 @@ class TrainLoop:
         while (batches := self._next(should_stop)) is not None:
             for batch in batches:
                 self._train_on(batch, started)
-                if self.state.version % self._settings.checkpoint_every == 0:
+                if self._is_checkpoint_due():
                     self._checkpoint()
         self._checkpoint()
 
@@ -110,6 +113,11 @@ class TrainLoop:
             self._checkpoint()
             raise self._give_up.error(batch)
 
+    def _is_checkpoint_due(self) -> bool:
+        version, evaluated_every = self.state.version, self._settings.evaluated_every
+        is_evaluated = evaluated_every is not None and version % evaluated_every == 0
+        return is_evaluated or version % self._settings.checkpoint_every == 0
+
     def _checkpoint(self) -> None:
         settings = self._settings
         with self._tracer.span("checkpoint"):
@@ -118,6 +126,9 @@ class TrainLoop:
             if self._group.rank > 0:
                 self._backend.save(settings.checkpoints)
                 return
-            save_checkpoint(settings.checkpoints, self.state, self._backend.save, settings.keep_checkpoints)
-        # A restart may use any remaining checkpoint, and the actor resumes after the last batch in the stream.
-        self._batches.trim(oldest_checkpoint_version(settings.checkpoints) - 1)
+            keep, also_keep = settings.keep_checkpoints, settings.best.versions_to_keep() if settings.best else ()
+            save_checkpoint(settings.checkpoints, self.state, self._backend.save, keep, also_keep)
+            if settings.best:
+                settings.best.update_link()
+        # A restart may use any of the newest checkpoints, and the actor resumes after the last batch in the stream.
+        self._batches.trim(oldest_checkpoint_version(settings.checkpoints, among=keep) - 1)

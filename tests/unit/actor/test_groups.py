@@ -10,7 +10,6 @@ import pytest
 
 from midflight.actor.actor import Actor, ActorConfig
 from midflight.errors import RolloutError
-from midflight.evals.evaluate import Evaluator
 from midflight.models.prompts import PromptFormat
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
@@ -132,16 +131,6 @@ def test_wants_groups_may_depend_on_the_problem() -> None:
     run(actor, 8)
     assert task.graded == [("1", 3)]
     assert rewards(chosen(actor)) == [[1.0, 1.0, 1.0], [0.0, 1.0, 2.0]]
-
-
-def test_evaluation_of_one_sample_grades_groups_of_one() -> None:
-    task = Ranking()
-    prompts = PromptFormat(DigitTokenizer())
-    evaluator = Evaluator(ScriptedGenerator(lambda _: 2), task, ImmediateGrader(task), prompts, seed=0)
-    answers = evaluator.answers(task.held_out_problems(2), SamplingParams(max_tokens=5))
-    assert task.graded == [("-1", 1), ("-2", 1)]
-    assert answers.rewards.tolist() == [0.0, 0.0]
-    assert not answers.failures
 
 
 def test_all_members_of_a_failed_group_count_as_failed() -> None:

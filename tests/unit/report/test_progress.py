@@ -174,6 +174,7 @@ def evaluation(sampled: float, **values: Any) -> dict[str, Any]:
         "num_hard_problems": 200,
         "sampled_accuracy_hard": sampled - 0.0625,
         "mean_length": 20.0,
+        "sets": {"held_out": {"samples": 1}, "sums": {"samples": 4, "avg": {"value": sampled, "standard_error": 0.01}}},
         **values,
     }
 
@@ -183,6 +184,7 @@ def summary(**values: Any) -> dict[str, Any]:
         "run_directory": "/home/somebody/" + "a_long_directory_name/" * 5 + "run-1",
         "eval_before": evaluation(0.3),
         "eval_after": evaluation(0.9),
+        "evaluations": {"scores": {"0": 0.3, "20": 0.8, "40": 0.7}, "best_version": 20, "generated_tokens": 4_321},
         "train_wall_s": 50.0,
         "steps": 400,
         "skipped_steps": 0,
@@ -227,6 +229,8 @@ def row(text: str, title: str) -> str:
         ("difficulty 5 and more", ["0.237 -> 0.838"]),
         ("difficulty 2 ", ["0.320 -> 0.920"]),
         ("difficulty 5-8", ["0.250 -> 0.850"]),
+        ("sums, avg@4", ["0.300 ± 0.010 -> 0.900 ± 0.010"]),
+        ("evaluations", ["3 versions", "4,321 tokens", "best is version 20 with 0.800"]),
         ("training", ["50.0 s", "400 steps", "12,800 samples"]),
         ("generated", ["300,000 tokens", "6,000 a second"]),
         ("trained ", ["250,000 tokens", "5,000 a second"]),
@@ -257,6 +261,19 @@ def test_a_summary_without_evaluations_has_no_accuracy() -> None:
     text = printed(summary(eval_before=None, eval_after=None))
     assert "accuracy" not in text
     assert "400 steps" in text
+
+
+def test_sets_are_shown_without_held_out_problems() -> None:
+    text = printed(summary(eval_before=evaluation(0.3, num_problems=0), eval_after=evaluation(0.9, num_problems=0)))
+    assert "accuracy" not in text
+    assert "0.300 ± 0.010 -> 0.900 ± 0.010" in row(text, "sums, avg@4")
+
+
+def test_an_evaluation_during_the_run_is_shown_until_the_next() -> None:
+    figures = {"eval/version": 20.0, "eval/sums/avg@4": 0.625, "eval/sums/avg@4_error": 0.02}
+    lines = shown_on_terminal(line(1), line(2, **figures), line(3)).splitlines()
+    (evaluated,) = [each for each in lines if "evaluated" in each]
+    assert re.search(r"version 20 +sums/avg@4 0\.625 +│", evaluated)
 
 
 def test_one_evaluation_is_shown_without_the_other() -> None:

@@ -168,9 +168,6 @@ def trainer_device(recipe: Recipe, rank: int) -> torch.device:
 
 def build_policy_settings(recipe: Recipe) -> PolicySettings:
     config = recipe.trainer
-    lora = None
-    if config.lora_rank is not None:
-        lora = LoraSettings(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
     if config.checkpoint_dtype == "auto":
         checkpoint_dtype = stored_dtype(recipe.model.path)
     else:
@@ -181,9 +178,17 @@ def build_policy_settings(recipe: Recipe) -> PolicySettings:
         entropy_gradient=recipe.loss.entropy_coefficient > 0,
         dtype=getattr(torch, config.dtype),
         activation_checkpointing=config.activation_checkpointing,
-        lora=lora,
+        lora=lora_settings(recipe),
         checkpoint_dtype=checkpoint_dtype,
     )
+
+
+def lora_settings(recipe: Recipe) -> LoraSettings | None:
+    """Return the settings of LoRA adapters; None if all parameters are trained."""
+    config = recipe.trainer
+    if config.lora_rank is None:
+        return None
+    return LoraSettings(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
 
 
 def build_learning_rates(recipe: Recipe) -> LearningRates:

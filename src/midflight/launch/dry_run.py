@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from midflight.config import Recipe, Scenario
 from midflight.config.scenario import ScenarioBatchConfig
-from midflight.config.sections import FileWeightsConfig, HttpEngineConfig, TrainerOptions
-from midflight.launch.build import build_objective, build_policy_settings, check_structure, recipe_schedule
+from midflight.config.sections import FileWeightsConfig, HttpEngineConfig, TrainerConfig
+from midflight.launch.build import check_structure, lora_settings, recipe_schedule
 from midflight.launch.checks import missing_for_checks
 from midflight.launch.memory import (
     ModelSizes,
@@ -23,6 +23,7 @@ from midflight.launch.memory import (
     slots_memory,
     trainer_memory,
 )
+from midflight.launch.objectives import build_objective
 from midflight.launch.planning import estimate_scenario
 from midflight.launch.simulation import simulate_scenario
 from midflight.metrics.jsonl import finite
@@ -42,7 +43,7 @@ def dry_run(recipe: Recipe, scenario: Scenario | None = None, model_config: Path
     path = model_config or recipe.model.path
     sizes = None
     if model_config or (path / "config.json").is_file():
-        sizes = ModelSizes.of(path, build_policy_settings(recipe).lora)
+        sizes = ModelSizes.of(path, lora_settings(recipe))
     values = {
         "run": recipe.run.name,
         "not_checked": missing_for_checks(recipe),
@@ -58,7 +59,7 @@ def _roles(recipe: Recipe) -> list[dict[str, Any]]:
     """Processes by role, in the order of their start. Servers are started by the user."""
     trainer, engine, is_pool = recipe.trainer, recipe.engine, isinstance(recipe.engine, HttpEngineConfig)
     preprocesses = "" if recipe.preprocess.process == "own" else ", preprocessing"
-    roles = [
+    roles: list[tuple[str, int | None, str, str]] = [
         ("trainer", trainer.num_ranks, _trainer_devices(trainer), f"trains ({trainer.type})"),
         ("rollout", 1, "cpu" if is_pool else engine.device, f"schedule {recipe.schedule.type}{preprocesses}"),
         ("grader", recipe.task.num_graders, "cpu", f"rewards of {recipe.task.type}"),
@@ -70,7 +71,7 @@ def _roles(recipe: Recipe) -> list[dict[str, Any]]:
     return [dict(zip(("role", "processes", "device", "does"), role, strict=True)) for role in roles]
 
 
-def _trainer_devices(trainer: TrainerOptions) -> str:
+def _trainer_devices(trainer: TrainerConfig) -> str:
     last = trainer.num_ranks - 1
     return trainer.device if trainer.device != "cuda" else "cuda:0" if not last else f"cuda:0 to cuda:{last}"
 
@@ -94,7 +95,7 @@ def _memory(recipe: Recipe, sizes: ModelSizes) -> dict[str, Any]:
     proximal_every = build_objective(recipe).proximal_every
     parts = trainer_memory(sizes, trainer, recipe.batch.max_tokens, proximal_every not in (None, 1))
     rows: list[tuple[str, str, Parts]] = [
-        ("trainer" if trainer.num_ranks == 1 else "trainer, each rank", _device(trainer.device), parts)
+        ("trainer" if trainer.num_ranks == 1 else "trainer, each rank", _device(trainer.device, 0), parts)
     ]
     num_seqs = recipe.serve.num_in_flight if is_pool else recipe_schedule(recipe).max_in_flight
     rows.append(
@@ -110,8 +111,10 @@ def _memory(recipe: Recipe, sizes: ModelSizes) -> dict[str, Any]:
     if recipe.loss.kl_coefficient is not None and not recipe.reference.url:
         rows.append(("reference model", _device(engine.device, 0), reference_memory(sizes)))
     totals: Counter[str] = Counter()
-    for process, device, row in rows:
-        totals[device] += sum(row.values()) * (trainer.num_ranks if process.startswith("trainer") else 1)
+    for _, device, row in rows:
+        totals[device] += sum(row.values())
+    for rank in range(1, trainer.num_ranks):
+        totals[_device(trainer.device, rank)] += sum(parts.values())
     return {
         "max_tokens_per_microbatch": recipe.batch.max_tokens,
         "sequences_per_engine": num_seqs,

@@ -51,14 +51,13 @@ def _memory(memory: dict[str, Any], model: dict[str, Any]) -> str:
     for process in processes:
         cells = [_size(process["parts"][name]) if name in process["parts"] else "" for name in names]
         rows.append([process["process"], process["device"], *cells, _size(process["total"])])
-    devices = ", ".join(f"{device} {_size(total)}" for device, total in memory["devices"].items())
     trained = "" if model["trained"] == model["parameters"] else f", {_count(model['trained'])} of them trained"
     lines = [
         f"memory, estimated from {model['config']}: {_count(model['parameters'])} parameters{trained}; microbatches of"
         f" {memory['max_tokens_per_microbatch']:,} tokens; {memory['sequences_per_engine']:,} sequences of"
         f" {memory['tokens_per_sequence']:,} tokens",
         text_table(rows, left=(0, 1)),
-        f"by device: {devices}",
+        f"by device: {_devices(memory['devices'])}",
         _NOT_INCLUDED,
     ]
     context = model["max_positions"]
@@ -68,6 +67,17 @@ def _memory(memory: dict[str, Any], model: dict[str, Any]) -> str:
             " engine.max_prompt_tokens"
         )
     return "\n".join(lines)
+
+
+def _devices(totals: dict[str, int]) -> str:
+    """Totals as text; devices with the same total are named together."""
+    together: dict[int, list[str]] = {}
+    for device, total in totals.items():
+        together.setdefault(total, []).append(device)
+    return "; ".join(
+        f"{devices[0]} {_size(total)}" if len(devices) == 1 else f"{devices[0]} to {devices[-1]} {_size(total)} each"
+        for total, devices in together.items()
+    )
 
 
 def _expectation(expectation: dict[str, Any]) -> str:

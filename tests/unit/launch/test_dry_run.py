@@ -16,6 +16,7 @@ from midflight.cli import app
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe, load_scenario
 from midflight.config.scenario import ListedLengthsConfig, Scenario, SimulationConfig
 from midflight.launch.dry_run import dry_run, expectation
+from midflight.launch.planning import estimate_scenario
 from midflight.report.dry_run import dry_run_text
 from midflight.run.workers import worker_bodies
 from refusals import Refused
@@ -124,6 +125,18 @@ def test_expectation_has_the_recipes_schedule_and_batch() -> None:
     text = dry_run_text(dry_run(of_demo(), scenario))
     assert "expected by the planner's model, not measured: 2 devices, 1 engines" in text
     assert "samples per s" in text
+
+
+def test_papers_experiment_has_twice_the_rate_of_its_baseline() -> None:
+    scenario = load_scenario(SCENARIOS / "pipelinerl_7b.toml")
+    pipeline, conventional = (
+        estimate_scenario(scenario.model_copy(update={"schedule": load_recipe(Path(name)).schedule}))
+        for name in ("pipelinerl_7b", "pipelinerl_7b_conventional")
+    )
+    assert pipeline is not None
+    assert conventional is not None
+    assert pipeline.rate / conventional.rate == pytest.approx(1.976, rel=0.01)
+    assert pipeline.max_lag * scenario.batch.batch_size > 50_000
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import torch
 
 from midflight.config import Recipe, load_recipe
 from midflight.config.sections import DeepSpeedTrainerConfig, RedisStreamsConfig
-from midflight.config.tasks import DatasetSource, MixtureSource
-from midflight.errors import MidflightError, ModelError, RecipeError
+from midflight.config.tasks import DatasetSource, MixtureSource, ReasoningGymSource
+from midflight.errors import MidflightError, MissingExtraError, ModelError, RecipeError
 from midflight.launch.build import check_recipe, check_structure
+from midflight.launch.rewards import build_rewards
 from midflight.models.loading import check_model_directory
 from midflight.trainer.deepspeed import is_installed
 
@@ -25,10 +26,9 @@ def check_recipes(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         try:
             recipe = load_recipe(path, _stand_ins(path))
+            check_structure(recipe)
             missing = missing_for_checks(recipe)
-            if missing:
-                check_structure(recipe)
-            else:
+            if not missing:
                 check_recipe(recipe)
         except MidflightError as error:
             raise RecipeError(f"{path}: {error}") from error
@@ -36,7 +36,10 @@ def check_recipes(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def missing_for_checks(recipe: Recipe) -> list[str]:
-    """Return what `check_recipe` needs and this machine lacks, or what it could reach only over a network."""
+    """Return what `check_recipe` needs and this machine lacks, or what it could reach only over a network.
+
+    Raises: RecipeError if a reward is wrong.
+    """
     missing = []
     devices = {"trainer.device": recipe.trainer.device, "engine.device": recipe.engine.device}
     needs_cuda = [f"{key} = {device!r}" for key, device in devices.items() if device != "cpu"]
@@ -49,7 +52,13 @@ def missing_for_checks(recipe: Recipe) -> list[str]:
             check_model_directory(directory or recipe.model.path, key)
         except ModelError as error:
             missing += [str(error)] if directory else []
-    missing += [f"data set {name}" for name in sorted(_absent_datasets(recipe))]
+    sources = _sources(recipe)
+    try:
+        for source in sources:
+            build_rewards(source.rewards)
+    except MissingExtraError as error:
+        missing.append(str(error))
+    missing += [f"data set {name}" for name in sorted(_absent(sources))]
     if isinstance(recipe.streams, RedisStreamsConfig):
         missing.append("the Redis server of [streams]")
     if recipe.reference.url:
@@ -57,13 +66,19 @@ def missing_for_checks(recipe: Recipe) -> list[str]:
     return missing
 
 
-def _absent_datasets(recipe: Recipe) -> set[str]:
-    """Data sets of the hub, which may need a download, and paths that do not exist."""
+def _sources(recipe: Recipe) -> list[DatasetSource | ReasoningGymSource]:
+    """Sources of problems with rewards of their own: of the task, or of its mixture, and of the evaluation sets."""
     task = recipe.task
     tasks = [source.task for source in task.sources] if isinstance(task, MixtureSource) else [task]
-    sources = [each for each in [*tasks, *(each.task for each in recipe.eval.sets)] if isinstance(each, DatasetSource)]
-    paths = [path for source in sources for path in (source.path, source.held_out_path) if path and not path.exists()]
-    return {source.hub_id for source in sources if source.hub_id} | {str(path) for path in paths}
+    every = [*tasks, *(each.task for each in recipe.eval.sets)]
+    return [source for source in every if isinstance(source, DatasetSource | ReasoningGymSource)]
+
+
+def _absent(sources: Iterable[DatasetSource | ReasoningGymSource]) -> set[str]:
+    """Data sets of the hub, which may need a download, and paths that do not exist."""
+    datasets = [source for source in sources if isinstance(source, DatasetSource)]
+    paths = [path for source in datasets for path in (source.path, source.held_out_path) if path and not path.exists()]
+    return {source.hub_id for source in datasets if source.hub_id} | {str(path) for path in paths}
 
 
 def _stand_ins(path: Path) -> list[str]:

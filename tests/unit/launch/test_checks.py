@@ -59,6 +59,7 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
             f"model.path={tmp_path}",
             "task.type=dataset",
             f"task.path={tmp_path / 'rows.jsonl'}",
+            'task.rewards=["exact"]',
             "streams.type=redis",
         ],
     )
@@ -78,6 +79,13 @@ def test_wrong_key_of_a_copy_is_found(tmp_path: Path, refused: Refused) -> None:
         list(check_recipes([SHIPPED_RECIPES["pipelinerl_7b"], wrong]))
     assert str(raised.value) == f"{wrong}: unknown key loss.max_ration; did you mean loss.max_ratio?"
     assert refused("config", "check", "--all", tmp_path) == f"midflight: {raised.value}"
+
+
+def test_wrong_reward_needs_no_data(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text(SHIPPED_RECIPES["magistral_small"].read_text().replace('"think_format"', '"thinks_format"'))
+    with pytest.raises(RecipeError, match=r"wrong.toml: task.rewards: there is no 'thinks_format'; known are exact"):
+        list(check_recipes([wrong]))
 
 
 def test_wrong_combination_needs_no_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from midflight import cli
-from midflight.config import SHIPPED_RECIPES, describe_recipe, dump_toml, load_recipe, recipe_warnings
+from midflight.config import describe_recipe, dump_toml, load_recipe, recipe_warnings
 from midflight.config.algorithms import GroupAdvantageConfig, ValueAdvantageConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig
 from midflight.config.sections import (
@@ -31,11 +31,10 @@ def recipe_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SHIPPED_RECIPES)
-def test_shipped_recipe_loads_by_name_and_passes_all_checks(name: str) -> None:
+def test_shipped_demo_loads_by_name_and_passes_all_checks() -> None:
     from midflight.launch.build import check_recipe
 
-    check_recipe(load_recipe(Path(name)))
+    check_recipe(load_recipe(Path("cpu_demo")))
 
 
 def test_file_hides_the_shipped_recipe_of_its_name(
@@ -46,7 +45,9 @@ def test_file_hides_the_shipped_recipe_of_its_name(
 
 
 def test_unknown_recipe_lists_the_shipped_recipes() -> None:
-    with pytest.raises(RecipeError, match=r"cannot read the recipe demo: No such file .*ship with midflight: cpu_demo"):
+    with pytest.raises(
+        RecipeError, match=r"cannot read the recipe demo: No such file .*ship with midflight: .*cpu_demo"
+    ):
         load_recipe(Path("demo"))
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from midflight.cli.dry_run import print_dry_run
 from midflight.cli.options import SHIPPED, Json, Overrides, warn
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe, model_recipe
 from midflight.config.run_directory import RunDirectory
@@ -32,12 +33,27 @@ def train(
     ],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="start nothing: print processes, estimated memory, expected speed and lag")
+    ] = False,
+    scenario: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="with --dry-run: hardware to expect speed and lag for (TOML)")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="with --dry-run: config.json of a model that is not here yet")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model: generate, grade and learn at the same time, with weights updated in flight."""
     from midflight.run.directory import open_run
 
-    if resume:
+    if (scenario or model_config) and not dry_run:
+        raise RecipeError("--scenario and --model-config belong to --dry-run; add it or remove them")
+    if dry_run and resume:
+        raise RecipeError("--dry-run and --resume cannot be used together; remove one of them")
+    if dry_run:
+        print_dry_run(target, overrides or [], scenario, model_config, as_json)
+    elif resume:
         _train(*open_run(target, overrides or []), as_json)
     elif target.is_dir():
         raise RecipeError(f"{target} is a directory; to continue the run in it, add --resume")

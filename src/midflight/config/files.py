@@ -19,7 +19,7 @@ from midflight.errors import MidflightError, RecipeError, ScenarioError
 
 Document = TypeVar("Document", bound=Section)
 
-SHIPPED_RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))}
+SHIPPED_RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").rglob("*.toml"))}
 
 
 @dataclass(frozen=True, slots=True)

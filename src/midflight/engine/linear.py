@@ -41,10 +41,15 @@ def make_linear(
     num_in: int, num_out: int, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
 ) -> Linear:
     """Allocate a matrix in the fastest layout for its size, dtype and device."""
-    can_pack = device.type == "cpu" and dtype is torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    if can_pack and _PACK_FROM <= num_in * num_out <= _PACK_UP_TO:
+    if is_packed(num_in, num_out, dtype, device):
         return PackedLinear(num_in, num_out)
     return TransposedLinear(num_in, num_out, dtype, device, kernels)
+
+
+def is_packed(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if a matrix is stored twice: as it is, and in MKL's packed format."""
+    can_pack: bool = device.type == "cpu" and dtype is torch.float32 and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return can_pack and _PACK_FROM <= num_in * num_out <= _PACK_UP_TO
 
 
 class TransposedLinear:

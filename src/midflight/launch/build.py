@@ -169,9 +169,6 @@ def trainer_device(recipe: Recipe, rank: int) -> torch.device:
 
 def build_policy_settings(recipe: Recipe) -> PolicySettings:
     config = recipe.trainer
-    lora = None
-    if config.lora_rank is not None:
-        lora = LoraSettings(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
     if config.checkpoint_dtype == "auto":
         checkpoint_dtype = stored_dtype(recipe.model.path)
     else:
@@ -182,9 +179,17 @@ def build_policy_settings(recipe: Recipe) -> PolicySettings:
         entropy_gradient=recipe.loss.entropy_coefficient > 0,
         dtype=getattr(torch, config.dtype),
         activation_checkpointing=config.activation_checkpointing,
-        lora=lora,
+        lora=lora_settings(recipe),
         checkpoint_dtype=checkpoint_dtype,
     )
+
+
+def lora_settings(recipe: Recipe) -> LoraSettings | None:
+    """Return the settings of LoRA adapters; None if all parameters are trained."""
+    config = recipe.trainer
+    if config.lora_rank is None:
+        return None
+    return LoraSettings(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
 
 
 def build_learning_rates(recipe: Recipe) -> LearningRates:
@@ -211,24 +216,33 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises: RecipeError, ModelError; MissingExtraError if a package that the recipe needs is missing.
     """
-    use_directory_of(recipe)
+    check_structure(recipe)
     check_device("trainer", recipe.trainer.device, recipe.trainer.num_ranks)
-    _check_deepspeed(recipe, build_objective(recipe).proximal_every)
-    build_advantage(recipe)
-    recipe_schedule(recipe)
+    if isinstance(recipe.trainer, DeepSpeedTrainerConfig) and not is_installed():
+        raise MissingExtraError("deepspeed", "deepspeed")
     check_streams(recipe)
-    check_weights(recipe)
-    check_sinks(recipe)
     check_evaluation(recipe)
     check_policy(recipe.model.path, build_policy_settings(recipe))
     _check_reference(recipe)
 
 
-def _check_deepspeed(recipe: Recipe, proximal_every: int | None) -> None:
+def check_structure(recipe: Recipe) -> None:
+    """Check the parts of a recipe that need no files, devices or network.
+
+    Raises: RecipeError if parts do not go together, or a part of the user's own cannot be used.
+    """
+    use_directory_of(recipe)
+    _check_zero_stage(recipe, build_objective(recipe).proximal_every)
+    build_advantage(recipe)
+    recipe_schedule(recipe)
+    check_engine(recipe)
+    check_weights(recipe)
+    check_sinks(recipe)
+
+
+def _check_zero_stage(recipe: Recipe, proximal_every: int | None) -> None:
     if not isinstance(recipe.trainer, DeepSpeedTrainerConfig):
         return
-    if not is_installed():
-        raise MissingExtraError("deepspeed", "deepspeed")
     if recipe.trainer.zero_stage == 3 and proximal_every not in (None, 1):
         raise RecipeError(
             f"loss.proximal_every = {proximal_every} needs an older policy, which trainer.zero_stage = 3 does not keep;"

@@ -28,6 +28,16 @@ def rows_per_chunk(vocab_size: int) -> int:
     return max(1, _CHUNK_LOGITS // vocab_size)
 
 
+def logits_bytes(num_tokens: int, vocab_size: int, device: torch.device) -> int:
+    """Largest size of all logits at a time (bytes): kept logits, a chunk that is recomputed, and the current block."""
+    num_logits = num_tokens * vocab_size
+    chunk = min(num_logits, _CHUNK_LOGITS)
+    block = min(num_logits, BLOCK_LOGITS) if device.type == "cpu" else chunk
+    recomputed = chunk if num_logits > _KEPT_LOGITS else 0
+    # Of a block there are its log-probabilities, its probabilities and their product.
+    return 4 * (min(num_logits, _KEPT_LOGITS) + recomputed + 3 * block)
+
+
 class LinearScores(torch.autograd.Function):
     """(log softmax(hidden @ weight.T + bias)[token], entropy); the entropy has no gradient.
 

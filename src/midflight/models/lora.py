@@ -49,6 +49,14 @@ def check_lora(model: Any, settings: LoraSettings) -> None:
     _targets(model, settings)
 
 
+def adapter_size(model: Any, settings: LoraSettings) -> int:
+    """Number of parameters of an adapter. Raises: as `check_lora`."""
+    _import_peft()
+    targets = _targets(model, settings)
+    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in targets]
+    return sum(settings.rank * sum(layer.weight.shape) for layer in layers)
+
+
 def add_adapter(model: Any, settings: LoraSettings, base: Path) -> None:
     """Add an adapter to every target, initially without effect, and freeze all other parameters.
 

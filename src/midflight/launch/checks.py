@@ -1,4 +1,4 @@
-"""Checks of recipe files that need neither models nor data sets, such as the recipes that ship."""
+"""Checks of recipe files that need neither models nor datasets, such as the recipes that ship."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def missing_for_checks(recipe: Recipe) -> list[str]:
             build_rewards(source.rewards)
     except MissingExtraError as error:
         missing.append(str(error))
-    missing += [f"data set {name}" for name in sorted(_absent(sources))]
+    missing += [f"dataset {name}" for name in sorted(_absent(sources))]
     if isinstance(recipe.streams, RedisStreamsConfig):
         missing.append("the Redis server of [streams]")
     if recipe.reference.url:

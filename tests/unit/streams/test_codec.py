@@ -72,6 +72,13 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     type(None): st.none(),
 }
 
+# Columns of a dataset's row: scalars, lists and objects.
+SCALARS[Any] = st.recursive(
+    st.one_of(*SCALARS.values(), st.binary(max_size=9)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
 
 def forged_array(dtype: object, shape: object, data: object) -> bytes:
     return forged("AnyArray", {"array": (dtype, shape, data)})

@@ -1,4 +1,4 @@
-"""Checks of recipe files without models and data sets."""
+"""Checks of recipe files without models and datasets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
     )
     assert missing_for_checks(recipe) == [
         f"model.path: {tmp_path} has no config.json, no tokenizer.json, no *.safetensors",
-        f"data set {tmp_path / 'rows.jsonl'}",
+        f"dataset {tmp_path / 'rows.jsonl'}",
         "the Redis server of [streams]",
     ]
 

@@ -35,7 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small_recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Recipe:
-    """Return a paper's recipe with files in place of data sets of the hub, a small model, and the CPU."""
+    """Return a paper's recipe with files in place of datasets of the hub, a small model, and the CPU."""
     path = PAPERS[request.param]
     for number, row in enumerate(ROWS.values()):
         write_lines(tmp_path / f"{number}.jsonl", [row])

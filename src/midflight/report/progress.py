@@ -199,6 +199,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("idle", f"generation {_number(idle['generation'])}, trainer {_number(idle['trainer'])}"),
         ("tokens of older weights", f"{100 * old:.1f} %, carried over {100 * carried:.1f} %"),
         ("length", _lengths(summary["length_bias"])),
+        ("cut off at max_tokens", _percent(summary["clipped_fraction"])),
         ("groups", ", ".join(f"{count} {name}" for name, count in groups.items())),
     ]
     if groups["failed"]:
@@ -291,6 +292,10 @@ def _lengths(bias: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} % of the responses"
 
 
 def _ms(seconds: float | None) -> str:

@@ -21,6 +21,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
 from midflight.metrics.evaluations import append_evaluation
 from midflight.metrics.jsonl import MetricsTail, json_text
+from midflight.report.length_advice import LengthAdvice
 from midflight.report.progress import LiveView, failure_warning
 from midflight.run.directory import write_atomically
 from midflight.run.evaluation import best_checkpoint_of, evaluate_model, missed_version
@@ -110,12 +111,13 @@ def _train(
     recipe: Recipe, run: RunDirectory, num_restarts: Counter[str], say: Callable[[str], None], console: Any
 ) -> None:
     with _weights_directory(run) as weights_directory, LiveView(recipe.trainer.max_steps, console) as view:
-        tail = MetricsTail(run.metrics)
+        tail, advice = MetricsTail(run.metrics), LengthAdvice(recipe.sampling.max_tokens, say)
         supervisor = Supervisor(recipe, run, weights_directory, worker_bodies(recipe), num_restarts, say)
 
         def refresh() -> None:
             lines = tail.read()
             view.update(lines)
+            advice.update(lines)
             supervisor.newest_version = max([supervisor.newest_version, *(line["version"] for line in lines)])
 
         try:

@@ -80,6 +80,7 @@ def summarize(
         "carried_token_fraction": _carried_tokens(lines) / max(trainer.trained_tokens, 1),
         "old_token_fraction": lag.get("old_token_fraction", 0.0),
         "padding_fraction": mean_over(lines, "padding_fraction", weights=None),
+        "clipped_fraction": mean_over(lines, "length/clipped_fraction", weights=None),
         "length_bias": length_bias(trainer.generated_lengths, trainer.trained_lengths, trainer.dropped_lengths),
         "dropped": {
             "filtered": actor.num_filtered_groups if actor else 0,

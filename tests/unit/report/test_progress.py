@@ -202,6 +202,7 @@ def summary(**values: Any) -> dict[str, Any]:
         "carried_token_fraction": 0.0321,
         "old_token_fraction": 0.9867,
         "length_bias": {"ks": 0.0104, "mean_generated": 19.24, "mean_trained": 18.96, "mean_dropped": 44.0},
+        "clipped_fraction": 0.1234,
         "dropped": {"filtered": 2, "queue_full": 1},
         "groups": {"started": 1612, "trained": 1600, "dropped": 3, "failed": 1, "unfinished": 8},
         "failures": {"ValueError: not [a number] (task.py:7)": 1},
@@ -242,6 +243,7 @@ def row(text: str, title: str) -> str:
         ("tokens of older weights", ["98.7 %", "carried over 3.2 %"]),
         ("process restarts", ["2 trainer, 1 rollout"]),
         ("length", ["19.2 generated", "19.0 trained", "44.0 dropped", "bias 0.0104"]),
+        ("cut off at max_tokens", ["12.3 % of the responses"]),
         ("dropped", ["2 without signal", "1 because of a full queue"]),
         ("failed groups", ["most often (1 of 1) by ValueError: not [a number] (task.py:7)"]),
         ("groups", ["1612 started", "1600 trained", "3 dropped", "1 failed", "8 unfinished"]),
@@ -294,7 +296,10 @@ def test_a_run_without_a_step_has_a_summary() -> None:
         steps=0, train_wall_s=0.0, samples=0, mean_ess=None, update_pause_s=None, generated_tokens=0, trained_tokens=0
     )
     values |= {"old_token_fraction": 0.0, "carried_token_fraction": 0.0}
-    values |= {"length_bias": {"ks": None, "mean_generated": None, "mean_trained": None, "mean_dropped": None}}
+    values |= {
+        "clipped_fraction": None,
+        "length_bias": {"ks": None, "mean_generated": None, "mean_trained": None, "mean_dropped": None},
+    }
     text = printed(values | {"idle": {"generation": None, "trainer": None}})
     assert "- (mean tokens), bias -" in row(text, "length")
     assert row(text, "effective sample size").split()[-2] == "-"

@@ -97,7 +97,8 @@ smollm2: $(VENV)/.smollm2
 # Finished runs are kept in runs/smollm2-benchmark and not repeated.
 smollm2-figures: $(VENV)/.smollm2
 	mkdir -p runs
-	$(BIN)/python -m benchmarks smollm2 --json --picture docs/images/smollm2.png > runs/smollm2.json.new
+	$(BIN)/python -m benchmarks smollm2 --json --picture docs/images/smollm2.png \
+		--page docs/smollm2.md > runs/smollm2.json.new
 	mv runs/smollm2.json.new benchmarks/results/smollm2.json
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.

@@ -188,16 +188,19 @@ def smollm2(
         "runs/smollm2-benchmark"
     ),
     picture: Annotated[Path | None, typer.Option(help="draw accuracy over time to this file")] = None,
+    page: Annotated[Path | None, typer.Option(help="write the figures to this page, with the picture")] = None,
     as_json: Json = False,
 ) -> None:
     """Held-out accuracy of SmolLM2 over training time, beside TRL; speed, memory and time shares of each variant."""
     from benchmarks.smollm2 import SmolOptions, bench_smollm2
-    from benchmarks.smollm2_figures import plot_smollm2, smollm2_table
+    from benchmarks.smollm2_figures import plot_smollm2, smollm2_table, write_page
 
     options = SmolOptions(out, tuple(map(_count, seeds.split(","))), seconds, variant_steps, num_problems)
     result = bench_smollm2(options, Console(stderr=True).print)
     if picture:
         plot_smollm2(result, picture)
+    if picture and page:
+        write_page(result, page, picture)
     print(json_text(result) if as_json else smollm2_table(result))
 
 

@@ -39,6 +39,53 @@ def smollm2_table(result: dict[str, Any]) -> str:
 _RATES = ("trained", "generated")
 
 
+def write_page(result: dict[str, Any], page: Path, picture: Path) -> None:
+    """Replace the figures of the documentation page, between its two marks."""
+    before, rest = page.read_text().split(_MARK, 1)
+    after = rest.split(_END, 1)[1]
+    page.write_text(f"{before}{_MARK}\n\n{_figures(result, picture)}\n\n{_END}{after}")
+
+
+_MARK, _END = "<!-- figures: written by make smollm2-figures -->", "<!-- end of figures -->"
+
+
+def _figures(result: dict[str, Any], picture: Path) -> str:
+    machine, options = result["machine"], result["options"]
+    runs = [["", "seed", "accuracy before", "after", "training, s", "optimizer steps", "responses/s"]]
+    for row in result["rows"]:
+        accuracies = [f"{row['before']:.3f}", f"{row['after']:.3f}"]
+        speed = [f"{row['seconds']:.0f}", str(row["steps"]), f"{row['samples_per_s']:.1f}"]
+        runs.append([_NAMES[row["system"]], str(row["seed"]), *accuracies, *speed])
+    variants = [["recipe", "dtype", "s per step", "trained", "generated", "trainer, MiB", "rollout, MiB"]]
+    shares = [["recipe", "dtype", "rollout process", "trainer process"]]
+    for row in result["variants"]:
+        name = [f"`{row['recipe']}`", row["dtype"]]
+        rates = [f"{row['seconds_per_step']:.2f}", *(f"{row[f'{kind}_tokens_per_s']:.0f}" for kind in _RATES)]
+        variants.append([*name, *rates, *(f"{row['peak_mib'].get(role, 0):,.0f}" for role in ("trainer", "rollout"))])
+        shares.append([*name, *(_largest(row["time_shares"][role]) for role in ("rollout", "trainer"))])
+    return "\n\n".join(
+        [
+            f"Sampled accuracy on {options['num_problems']} held-out problems before and after training for"
+            f" {options['seconds']:.0f} s; {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}.",
+            _markdown(runs),
+            f"![Held-out accuracy over training time, both systems, all seeds](images/{picture.name})",
+            f"Tokens per second, peak resident memory and shares of the time, in runs of {options['variant_steps']}"
+            " optimizer steps. Trained tokens are response tokens. Both processes count the shared weights.",
+            _markdown(variants),
+            _markdown(shares),
+        ]
+    )
+
+
+def _largest(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.02)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
 def plot_smollm2(result: dict[str, Any], out: Path) -> None:
     """Draw held-out accuracy over training time, a line per run. Raises: MissingExtraError without matplotlib."""
     pyplot = load_pyplot()

@@ -181,9 +181,9 @@ def simulator(
 @app.command()
 def smollm2(
     seeds: Annotated[str, typer.Option(help="seeds of the runs")] = "0,1,2",
-    seconds: Annotated[float, typer.Option(min=1, help="training of one run (seconds)")] = 240.0,
-    variant_steps: Annotated[int, typer.Option(min=2, help="optimizer steps of the run of a variant")] = 8,
-    num_problems: Annotated[int, typer.Option(min=1, help="held-out problems of one evaluation")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of one run; TRL has as many seconds")] = 70,
+    variant_steps: Annotated[int, typer.Option(min=2, help="optimizer steps of the run of a variant")] = 6,
+    num_problems: Annotated[int, typer.Option(min=1, help="held-out problems of one evaluation")] = 200,
     out: Annotated[Path, typer.Option(help="directory of finished runs, which are not repeated")] = Path(
         "runs/smollm2-benchmark"
     ),
@@ -195,7 +195,7 @@ def smollm2(
     from benchmarks.smollm2 import SmolOptions, bench_smollm2
     from benchmarks.smollm2_figures import plot_smollm2, smollm2_table, write_page
 
-    options = SmolOptions(out, tuple(map(_count, seeds.split(","))), seconds, variant_steps, num_problems)
+    options = SmolOptions(out, tuple(map(_count, seeds.split(","))), steps, variant_steps, num_problems)
     result = bench_smollm2(options, Console(stderr=True).print)
     if picture:
         plot_smollm2(result, picture)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.process_memory import PeakMemory
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
@@ -38,21 +39,21 @@ Figures = dict[str, Any]
 SYSTEMS = ("midflight", "trl")
 VARIANTS = tuple((recipe, dtype) for recipe in ("smollm2_lora", "smollm2_full") for dtype in ("float32", "bfloat16"))
 _RECIPE = SHIPPED_RECIPES["smollm2_lora"]
-_CHECKPOINT_EVERY = 20  # optimizer steps between evaluated checkpoints
-_NUM_TRL_MODELS = 4
+_CHECKPOINT_EVERY = 24  # optimizer steps between evaluated checkpoints
+_NUM_TRL_MODELS = 3
 _MIN_GAIN = 0.3
 _MAX_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class SmolOptions:
-    """Options of the measurement. `seconds`: training of one run; `variant_steps`: optimizer steps of one variant."""
+    """Options of the measurement. `steps`, `variant_steps`: optimizer steps of one run, and of one variant."""
 
     out: Path
     seeds: tuple[int, ...] = (0, 1, 2)
-    seconds: float = 240.0
-    variant_steps: int = 8
-    num_problems: int = 256
+    steps: int = 70
+    variant_steps: int = 6
+    num_problems: int = 200
 
 
 def bench_smollm2(options: SmolOptions, report: Report) -> Figures:
@@ -65,18 +66,20 @@ def bench_smollm2(options: SmolOptions, report: Report) -> Figures:
     options.out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(1, get_context("spawn")) as evaluator:
 
-        def accuracy(model: Path, seed: int) -> float:
-            recipe = load_recipe(_RECIPE, [*overrides, f"run.seed={seed}"])
-            return evaluator.submit(_accuracy, recipe, model).result()
+        def accuracy(model: Path) -> float:
+            return evaluator.submit(_accuracy, load_recipe(_RECIPE, overrides), model).result()
 
-        base = _once(options, "base", report, lambda: {"accuracy": accuracy(smollm2_directory(), 0)})
+        base = _once(options, "base", report, lambda: {"accuracy": accuracy(smollm2_directory())})
         rows = []
         for seed in options.seeds:
+            seconds = math.inf  # of TRL's run: as many as midflight's run took
             for system, run in zip(SYSTEMS, (_train_midflight, _train_trl), strict=True):
                 name = f"{system}-{seed}"
-                measure = _measurement(run, options, [*overrides, f"run.seed={seed}"], name, seed, accuracy)
+                limits = Limits(options.steps, seconds)
+                measure = _measurement(run, limits, [*overrides, f"run.seed={seed}"], options.out / name, accuracy)
                 figures = _once(options, name, report, measure)
                 rows.append({"system": system, "seed": seed, "before": base["accuracy"], **figures})
+                seconds = figures["seconds"]
     variants = [
         _once(options, f"{recipe}-{dtype}", report, _variant(options, overrides, recipe, dtype))
         for recipe, dtype in VARIANTS
@@ -140,22 +143,29 @@ def _short(figures: Figures) -> str:
 
 
 Models = list[tuple[float, int, Path]]  # seconds of training, optimizer steps, model directory
-Accuracy = Callable[[Path, int], float]
-System = Callable[[SmolOptions, list[str], Path], tuple[Figures, Models]]
+Accuracy = Callable[[Path], float]
+
+
+class Limits(NamedTuple):
+    """Lengths of a run: optimizer steps of midflight's, seconds of TRL's."""
+
+    steps: int
+    seconds: float
+
+
+System = Callable[[Limits, list[str], Path], tuple[Figures, Models]]
 
 
 def _measurement(
-    run: System, options: SmolOptions, overrides: list[str], name: str, seed: int, accuracy: Accuracy
+    run: System, limits: Limits, overrides: list[str], scratch: Path, accuracy: Accuracy
 ) -> Callable[[], Figures]:
     """Return a measurement of a run: its speed, and the accuracy of every model that it saved."""
 
     def measure() -> Figures:
-        scratch = options.out / name
         shutil.rmtree(scratch, ignore_errors=True)
-        figures, models = run(options, overrides, scratch)
+        figures, models = run(limits, overrides, scratch)
         curve = [
-            {"seconds": round(seconds, 1), "step": step, "accuracy": accuracy(model, seed)}
-            for seconds, step, model in models
+            {"seconds": round(seconds, 1), "step": step, "accuracy": accuracy(model)} for seconds, step, model in models
         ]
         shutil.rmtree(scratch)
         return {**figures, "after": curve[-1]["accuracy"], "curve": curve}
@@ -163,8 +173,8 @@ def _measurement(
     return measure
 
 
-def _train_midflight(options: SmolOptions, overrides: list[str], scratch: Path) -> tuple[Figures, Models]:
-    length = RunLength(seconds=options.seconds).overrides
+def _train_midflight(limits: Limits, overrides: list[str], scratch: Path) -> tuple[Figures, Models]:
+    length = RunLength(steps=limits.steps).overrides
     checkpoints = [f"trainer.checkpoint_every={_CHECKPOINT_EVERY}", "trainer.keep_checkpoints=1000"]
     # Only the evaluations below count; they are off the clock.
     summary = train(_RECIPE, scratch, [*overrides, *length, *checkpoints, "eval.num_problems=0"])
@@ -173,10 +183,10 @@ def _train_midflight(options: SmolOptions, overrides: list[str], scratch: Path) 
     return _speed(summary["train_wall_s"], summary["steps"], summary["samples"]), models
 
 
-def _train_trl(options: SmolOptions, overrides: list[str], scratch: Path) -> tuple[Figures, Models]:
+def _train_trl(limits: Limits, overrides: list[str], scratch: Path) -> tuple[Figures, Models]:
     scratch.mkdir()
     command = [sys.executable, "-m", "benchmarks.trl_smollm2", str(_RECIPE), *overrides, "--out", str(scratch)]
-    command += ["--seconds", str(options.seconds), "--num-saved", str(_NUM_TRL_MODELS), "--threads", str(num_cores())]
+    command += ["--seconds", str(limits.seconds), "--num-saved", str(_NUM_TRL_MODELS), "--threads", str(num_cores())]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         raise BenchmarkError(f"TRL's run failed: {(process.stderr.strip().splitlines() or ['without a message'])[-1]}")

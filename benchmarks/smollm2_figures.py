@@ -65,8 +65,9 @@ def _figures(result: dict[str, Any], picture: Path) -> str:
         shares.append([*name, *(_largest(row["time_shares"][role]) for role in ("rollout", "trainer"))])
     return "\n\n".join(
         [
-            f"Sampled accuracy on {options['num_problems']} held-out problems before and after training for"
-            f" {options['seconds']:.0f} s; {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}.",
+            f"Sampled accuracy on {options['num_problems']} held-out problems before and after {options['steps']}"
+            " optimizer steps; TRL trains for as many seconds as the run of the same seed."
+            f" {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}.",
             _markdown(runs),
             f"![Held-out accuracy over training time, both systems, all seeds](images/{picture.name})",
             f"Tokens per second, peak resident memory and shares of the time, in runs of {options['variant_steps']}"

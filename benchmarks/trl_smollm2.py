@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the Hugging Face imports; no network is needed
 
@@ -49,7 +49,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
         last = self.steps[-1]["seconds"] if self.steps else 0.0
         self.steps.append({"step": state.global_step, "seconds": elapsed})
         control.should_training_stop = elapsed >= self._seconds
-        if elapsed // self._every > last // self._every:
+        if control.should_training_stop or elapsed // self._every > last // self._every:
             began = time.perf_counter()
             kwargs["model"].save_pretrained(self._out / f"adapter_{state.global_step}")
             self._paused_s += time.perf_counter() - began
@@ -59,8 +59,7 @@ def train(recipe: Recipe, out: Path, seconds: float, num_saved: int) -> dict[str
     """Train for `seconds`; return the steps and the saved models in `out`."""
     seed, model_path = recipe.run.seed, recipe.model.path
     set_seed(seed)
-    task = build_environment(recipe)
-    assert isinstance(task, GradedTask)
+    task = cast(GradedTask, build_environment(recipe))
     num_problems = _MAX_STEPS * recipe.batch.batch_size // recipe.batch.group_size
     problems = [task.problem(index) for index in range(num_problems)]
 

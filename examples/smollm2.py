@@ -40,11 +40,11 @@ def main() -> int:
     trained = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if trained.returncode:
         return trained.returncode
-    print(result(json.loads(trained.stdout), arguments.recipe))
+    print(result(json.loads(trained.stdout)))
     return 0
 
 
-def result(summary: dict[str, Any], recipe: str) -> str:
+def result(summary: dict[str, Any]) -> str:
     """Return the text after a run: accuracy, where the time went, and the next commands."""
     run = RunDirectory(Path(os.path.relpath(summary["run_directory"])))
     seconds = summary["train_wall_s"]
@@ -68,7 +68,7 @@ def result(summary: dict[str, Any], recipe: str) -> str:
             *lines,
             "",
             "next:",
-            f"  midflight eval {checkpoint} {recipe}",
+            f"  midflight eval {run.path}",
             f"  midflight report {run.path}",
             f"  midflight serve {checkpoint}    # then, in another terminal:",
             "  curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json'"

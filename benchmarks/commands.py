@@ -178,6 +178,32 @@ def simulator(
         print(f"{row['gpus']} GPUs, {row['steps']} optimizer steps: {row['seconds']:.1f} s")
 
 
+@app.command()
+def smollm2(
+    seeds: Annotated[str, typer.Option(help="seeds of the runs")] = "0,1,2",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of one run; TRL has as many seconds")] = 70,
+    variant_steps: Annotated[int, typer.Option(min=2, help="optimizer steps of the run of a variant")] = 6,
+    num_problems: Annotated[int, typer.Option(min=1, help="held-out problems of one evaluation")] = 200,
+    out: Annotated[Path, typer.Option(help="directory of finished runs, which are not repeated")] = Path(
+        "runs/smollm2-benchmark"
+    ),
+    picture: Annotated[Path | None, typer.Option(help="draw accuracy over time to this file")] = None,
+    page: Annotated[Path | None, typer.Option(help="write the figures to this page, with the picture")] = None,
+    as_json: Json = False,
+) -> None:
+    """Held-out accuracy of SmolLM2 over training time, beside TRL; speed, memory and time shares of each variant."""
+    from benchmarks.smollm2 import SmolOptions, bench_smollm2
+    from benchmarks.smollm2_figures import plot_smollm2, smollm2_table, write_page
+
+    options = SmolOptions(out, tuple(map(_count, seeds.split(","))), steps, variant_steps, num_problems)
+    result = bench_smollm2(options, Console(stderr=True).print)
+    if picture:
+        plot_smollm2(result, picture)
+    if picture and page:
+        write_page(result, page, picture)
+    print(json_text(result) if as_json else smollm2_table(result))
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"{text!r} is not a whole number above 0")

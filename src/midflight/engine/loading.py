@@ -113,5 +113,5 @@ def natural_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    capabilities = torch.backends.cpu.get_capabilities() if hasattr(torch.backends.cpu, "get_capabilities") else {}
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -74,8 +74,10 @@ class LinearScores(torch.autograd.Function):
         grad_logprobs_M, _ = grads_M
         # The logits are overwritten, so a second backward pass must recompute them.
         kept, ctx.kept = ctx.kept, []
-        grad_hidden_MD, grad_weight_VD = torch.empty_like(hidden_MD), torch.empty_like(weight_VD)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
+        grad_hidden_MD = torch.empty_like(hidden_MD)
+        # A frozen head, as with LoRA, would cost a third of the arithmetic.
+        grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
         reused: Tensor | None = None
         for index, chunk in enumerate(_chunks(hidden_MD, weight_VD)):
             hidden_CD, grad_C = hidden_MD[chunk], grad_logprobs_M[chunk]
@@ -85,7 +87,8 @@ class LinearScores(torch.autograd.Function):
             _differences(logits_CV, token_ids_M[chunk], log_sums_M[chunk])
             # Multiply the tokens' gradients into the narrow matrices (D) instead of the wide one (V).
             torch.mm(logits_CV, weight_VD, out=grad_hidden_MD[chunk]).mul_(-grad_C[:, None])
-            grad_weight_VD.addmm_(logits_CV.t(), hidden_CD * -grad_C[:, None], beta=float(index > 0))
+            if grad_weight_VD is not None:
+                grad_weight_VD.addmm_(logits_CV.t(), hidden_CD * -grad_C[:, None], beta=float(index > 0))
             if grad_bias_V is not None:
                 grad_bias_V.addmv_(logits_CV.t(), -grad_C)
         return grad_hidden_MD, grad_weight_VD, grad_bias_V, None, None

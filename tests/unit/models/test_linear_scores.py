@@ -38,3 +38,12 @@ def test_scores_and_gradients_match_autograd(kept: int, bias: bool, monkeypatch:
     for _ in range(2):
         gradients = torch.autograd.grad(logprobs, differentiable, upstream, retain_graph=True)
         torch.testing.assert_close(gradients, expected_gradients)
+
+
+def test_frozen_head_leaves_hidden_gradient_equal() -> None:
+    hidden, weight, bias_V, token_ids = inputs(bias=True)
+    (expected,) = torch.autograd.grad(LinearScores.apply(hidden, weight, bias_V, token_ids, True)[0].sum(), [hidden])
+    assert bias_V is not None
+    frozen = weight.detach(), bias_V.detach()
+    (gradient,) = torch.autograd.grad(LinearScores.apply(hidden, *frozen, token_ids, True)[0].sum(), [hidden])
+    torch.testing.assert_close(gradient, expected)

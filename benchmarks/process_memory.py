@@ -1,0 +1,47 @@
+"""Peak resident memory of the processes of a run, by role, read from /proc while the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from types import TracebackType
+
+_EVERY_S = 0.25
+
+
+class PeakMemory:
+    """Context in which the workers of a run are watched; `peak_mib` then has the peak of each role (MiB).
+
+    A worker writes its output to `logs/ROLE.log` of the run directory, which tells its role. Resident memory includes
+    shared memory and mapped files, which several processes may count.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        self.peak_mib: dict[str, float] = {}
+        self._logs = run_directory.resolve() / "logs"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # the process has ended or belongs to another user
+                    output = (process / "fd" / "1").readlink()
+                    if output.parent == self._logs:
+                        self._note(output.stem, (process / "status").read_text())
+
+    def _note(self, role: str, status: str) -> None:
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                self.peak_mib[role] = max(self.peak_mib.get(role, 0.0), int(line.split()[1]) / 1024)

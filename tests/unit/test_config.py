@@ -349,6 +349,15 @@ def test_every_key_has_a_description() -> None:
     assert "(of" not in rows["trainer.learning_rate"]
 
 
+def test_keys_of_tables_in_a_list_are_listed() -> None:
+    rows = {key: (kind, default) for key, kind, default, _ in describe_recipe()}
+    assert rows["eval.sets"] == ("list of tables", "[]")
+    assert rows["eval.sets[].name"] == ("str", "required")
+    assert rows["task.sources[].weight"] == ("float", "1.0")
+    assert rows["task.sources[].task"] == ("table", "required")
+    assert not [key for key in rows if key.startswith("task.sources[].task.")]
+
+
 def test_advantage_options_may_precede_the_type(recipe_file: Path) -> None:
     advantage = load_recipe(recipe_file, ["advantage.gae_lambda=0.9", "advantage.type=value"]).advantage
     assert instance(advantage, ValueAdvantageConfig).gae_lambda == 0.9

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import pydantic
 
@@ -67,17 +67,14 @@ class FileKind(Generic[Document]):
     def describe(self) -> list[tuple[str, str, str, str]]:
         """Return (key, type, default, description) of every key.
 
-        If only some types of a section have the key, the description names these types.
+        If only some types of a section have the key, the description names these types. The keys of the sections in a
+        list follow the list, as in `eval.sets[].name`.
         """
         rows: dict[tuple[str, str, str, str], list[str]] = {}
         for name, section_field in self.model.model_fields.items():
             members = members_of(section_field.annotation) or {"": sections_of(section_field.annotation)[0]}
             for type_name, section in members.items():
-                for key, info in section.model_fields.items():
-                    required = "required" if info.is_required() else ""
-                    default = required or _toml_value(info.get_default(call_default_factory=True))
-                    description = info.description or (key == "type" and section.__doc__) or ""
-                    row = (f"{name}.{key}", _type_name(info.annotation), default, description)
+                for row in _rows_of(name, section):
                     rows.setdefault(row, []).append(type_name)
         return [(*row[:3], row[3] + self._owners(row[0], types)) for row, types in rows.items()]
 
@@ -243,6 +240,19 @@ def _anchored(value: Any, annotation: Any, directory: Path) -> Any:
         fields = {key: info.annotation for section in sections for key, info in section.model_fields.items()}
         return {key: _anchored(item, fields.get(key), directory) for key, item in value.items()}
     return value
+
+
+def _rows_of(name: str, section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, description) of the keys of a section, and of the sections in its lists."""
+    for key, info in section.model_fields.items():
+        default = "required" if info.is_required() else _toml_value(info.get_default(call_default_factory=True))
+        description = info.description or (key == "type" and section.__doc__) or ""
+        nested = sections_of(info.annotation)
+        in_list = get_origin(info.annotation) is tuple and len(nested) == 1
+        kind = "list of tables" if in_list else "table" if nested else _type_name(info.annotation)
+        yield f"{name}.{key}", kind, default, description
+        if in_list:
+            yield from _rows_of(f"{name}.{key}[]", nested[0])
 
 
 def _type_name(annotation: Any) -> str:

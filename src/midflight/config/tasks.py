@@ -133,7 +133,7 @@ class WeightedSource(Section):
 
     name: str | None = Field(None, min_length=1, description="name in the metrics; default: its position")
     weight: float = Field(1.0, gt=0, description="share of the problems, relative to the other sources")
-    task: Source
+    task: Source = Field(description="the keys of a [task] of another type, without those of every task")
 
 
 class MixtureSource(Section):

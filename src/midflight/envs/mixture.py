@@ -79,6 +79,10 @@ class Mixture:
         source, own_index = self._draws.draw(index)
         return _named(self.shares[source], self.shares[source].environment.problem(own_index))
 
+    def first_problems(self) -> list[Problem]:
+        """Return the first problem of every source."""
+        return [_named(share, share.environment.problem(0)) for share in self.shares]
+
     def held_out_problems(self, num_problems: int) -> list[Problem]:
         """Return held-out problems of every source in proportion to the weights; fewer if a source has fewer."""
         counts = _apportioned([share.weight for share in self.shares], num_problems)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from midflight.config import Recipe
 from midflight.config.tasks import DatasetSource, MixtureSource, ReasoningGymSource
+from midflight.envs.mixture import Mixture
 from midflight.envs.one_turn import first_text
 from midflight.errors import ModelError, PromptError, RecipeError
 from midflight.launch.importing import users_code
@@ -28,7 +29,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_task(recipe: Recipe, environment: Environment | GradedTask, prompts: PromptFormat) -> None:
-    """Check the first held-out problems and the first training problem.
+    """Check the first held-out problems and the first training problem, of every source in a mixture.
 
     Raises: RecipeError if the environment fails, or a prompt is too long or is refused by the chat template; ModelError
     if the tokenizer does not cover a prompt.
@@ -96,10 +97,11 @@ def _problems(recipe: Recipe, environment: Environment | GradedTask) -> list[Pro
     if not isinstance(held_out, Sequence):
         raise RecipeError(f"task.type: {recipe.task.type}.{call} returned a {type(held_out).__name__}, not a list")
     with users_code(f"task.type: {recipe.task.type}, problem(0)"):
-        first = environment.problem(0)
-    for method, problem in [*((call, problem) for problem in held_out), ("problem(0)", first)]:
-        _check_problem(f"task.type: {recipe.task.type}.{method} returned a", problem)
-    return [*held_out, first]
+        firsts = environment.first_problems() if isinstance(environment, Mixture) else [environment.problem(0)]
+    for method, problems in ((call, held_out), ("problem(0)", firsts)):
+        for problem in problems:
+            _check_problem(f"task.type: {recipe.task.type}.{method} returned a", problem)
+    return [*held_out, *firsts]
 
 
 def _check_problem(returned: str, problem: object) -> None:

@@ -106,6 +106,7 @@ def rollout_body(context: WorkerContext) -> None:
     prompts = build_prompts(recipe, load_tokenizer(recipe.model.path))
     checkpoint = actor_checkpoint(run, recipe)
     environment = build_all_environments(recipe)
+    environment.problem(0)  # loads a dataset before the clock of the run starts
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,

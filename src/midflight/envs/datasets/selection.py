@@ -120,7 +120,7 @@ class Selector:
         check_columns(columns, known, self._key, table.name)
         scan = _Scan()
         needed = list(dict.fromkeys(top_column(column, known) for column in columns))
-        for batch in _batches(table.rows.select_columns(needed)):
+        for batch in self._batches(Table(table.name, table.rows.select_columns(needed))):
             kept = [
                 (index, row, self._reader.problem(row, table.place(index)))
                 for index, row in batch
@@ -133,6 +133,19 @@ class Selector:
                 if mark:
                     scan.marks.append(self._is_marked(value_at(row, mark), table.place(index)))
         return scan
+
+    def _batches(self, table: Table) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+        """Yield lists of row numbers and rows."""
+        num_rows = len(table.rows)
+        for start in range(0, num_rows, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, num_rows)
+            try:
+                columns = {name: list(values) for name, values in table.rows[start:stop].items()}
+            except UnicodeDecodeError as error:
+                place = f"rows {start + 1} to {stop} of {table.name}"
+                raise RecipeError(f"{self._key}: {place} are not UTF-8 text: {error}") from error
+            values = zip(*columns.values(), strict=True)
+            yield [(index, dict(zip(columns, row, strict=True))) for index, row in enumerate(values, start)]
 
     def _is_wanted(self, row: dict[str, Any], place: str, scan: _Scan) -> bool:
         wanted = self._where is None or self._where.is_true(row, place)
@@ -229,14 +242,6 @@ def has_held_out_key(source: DatasetSource) -> bool:
 def _held_out_keys(source: DatasetSource) -> list[str]:
     names = ("held_out_fraction", "held_out_column", "held_out_path", "held_out_split")
     return [name for name in names if getattr(source, name)]
-
-
-def _batches(rows: Rows) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """Yield lists of row numbers and rows."""
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        columns = rows[start : start + _ROWS_AT_ONCE]
-        values = zip(*(list(column) for column in columns.values()), strict=True)
-        yield [(index, dict(zip(columns, row, strict=True))) for index, row in enumerate(values, start)]
 
 
 def _hash(prompt: str) -> int:

@@ -18,7 +18,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.experiments.accuracy import accuracy_figures
 from midflight.experiments.comparison_rows import Figures, combine_seeds, curve, label, run_figures
-from midflight.experiments.runs import ENDLESS, Report, RunLength, check_overrides, train
+from midflight.experiments.runs import ENDLESS, NO_EVALUATION, Report, RunLength, check_overrides, train
 from midflight.experiments.variants import Variant
 from midflight.launch.build import build_grader, check_recipe
 from midflight.metrics.jsonl import json_text, read_metrics
@@ -141,7 +141,7 @@ def _run_overrides(comparison: Comparison, variant: Variant, seed: int) -> list[
         *variant.overrides,
         *comparison.length.overrides,
         f"run.seed={seed}",
-        "eval.num_problems=0",
+        *NO_EVALUATION,
     ]
     if comparison.accuracy_every:
         every = f"trainer.checkpoint_every={comparison.accuracy_every}"

@@ -14,6 +14,8 @@ from typing import Any
 from midflight.errors import RecipeError, WorkerError
 
 ENDLESS = 1_000_000_000  # number of optimizer steps or checkpoints that no run reaches
+# Overrides of runs whose speed is compared: an evaluation would take time from them.
+NO_EVALUATION = ("eval.num_problems=0", "eval.sets=[]")
 
 Report = Callable[[str], None]
 

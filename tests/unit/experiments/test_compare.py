@@ -123,14 +123,15 @@ def test_the_schedule_of_the_recipe_keeps_its_keys(runs: FakeRuns, tmp_path: Pat
 
 
 def test_schedules_alternate_under_the_same_conditions(runs: FakeRuns, tmp_path: Path) -> None:
-    comparison = plan("run.seed=5", "eval.num_problems=9", num_seeds=2)
+    sets = 'eval.sets=[{name = "sums", task = {}}]'
+    comparison = plan("run.seed=5", "eval.num_problems=9", "eval.every=3", sets, num_seeds=2)
     result = run_comparison(comparison, tmp_path / "out", silent)
     recipes = [load_recipe(RECIPE, overrides) for overrides in runs.overrides]
     assert [(recipe.run.seed, recipe.schedule.type) for recipe in recipes] == [
         (5, "pipeline"), (5, "april"), (6, "pipeline"), (6, "april"),
     ]  # fmt: skip
     assert {recipe.trainer.max_seconds for recipe in recipes} == {7.0}
-    assert {recipe.eval.num_problems for recipe in recipes} == {0}
+    assert not any(recipe.eval.has_problems for recipe in recipes)
     assert min(recipe.trainer.max_steps for recipe in recipes) >= 1_000_000
     assert len(set(runs.directories)) == 4
     assert result["seeds"] == [5, 6]

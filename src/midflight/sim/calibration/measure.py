@@ -20,7 +20,7 @@ from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.config.scenario import DelaysConfig, TableDecodeConfig, TrainingConfig
 from midflight.errors import BenchmarkError
-from midflight.experiments.runs import Report, RunLength, train
+from midflight.experiments.runs import NO_EVALUATION, Report, RunLength, train
 from midflight.launch.build import recipe_schedule
 from midflight.metrics.jsonl import MetricsLine, read_metrics
 from midflight.run.workers import trainer_role
@@ -134,7 +134,7 @@ def record(
     plan: PlannedRun, recipe_path: Path, overrides: Sequence[str], seconds: float, directory: Path
 ) -> RecordedRun:
     """Record one run. Raises: WorkerError if it fails; BenchmarkError if it is too short to measure."""
-    settings = [*RunLength(seconds=seconds).overrides, "trainer.checkpoint_every=1000000000", "eval.num_problems=0"]
+    settings = [*RunLength(seconds=seconds).overrides, "trainer.checkpoint_every=1000000000", *NO_EVALUATION]
     summary = train(recipe_path, directory, [*overrides, *plan.overrides, *settings])
     run = RunDirectory(directory)
     lines = read_metrics(run.metrics)

@@ -15,7 +15,7 @@ from typing import Any
 from midflight.config import Recipe, Scenario, load_recipe
 from midflight.config.scenario import SimulationConfig
 from midflight.errors import ScenarioError
-from midflight.experiments.runs import Report, RunLength, train
+from midflight.experiments.runs import NO_EVALUATION, Report, RunLength, train
 from midflight.experiments.variants import Variant
 from midflight.launch.build import check_recipe
 from midflight.launch.simulation import simulate_scenario
@@ -46,7 +46,7 @@ def validate(
     machine = describe_machine()
     predicted = [predict(scenario, recipe, seconds) for recipe in recipes]
     measured: list[Figures] = []
-    ours = [*RunLength(seconds=seconds).overrides, f"run.seed={recipes[0].run.seed + 1}", "eval.num_problems=0"]
+    ours = [*RunLength(seconds=seconds).overrides, f"run.seed={recipes[0].run.seed + 1}", *NO_EVALUATION]
     with tempfile.TemporaryDirectory(prefix="midflight-runs-") as directory:
         for variant in variants:
             report(f"{variant.text}: {seconds:g} s")

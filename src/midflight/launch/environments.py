@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from midflight.config import Recipe
-from midflight.config.section import Section
 from midflight.config.tasks import (
     BuiltInSource,
     DatasetSource,
     MixtureSource,
     OwnSource,
     ReasoningGymSource,
-    TaskOptions,
 )
 from midflight.envs.datasets.task import DatasetTask
 from midflight.envs.mixture import Share, build_mixture
+from midflight.envs.reasoning_gym import ReasoningGymTask
 from midflight.envs.routing import Router
 from midflight.errors import RecipeError
-from midflight.launch.importing import Joint, keys_of
+from midflight.launch.importing import Joint
 from midflight.launch.prompt_limit import RecipePromptLimit
 from midflight.launch.rewards import build_rewards
 from midflight.launch.users_modules import use_directory_of
@@ -59,14 +56,9 @@ def build_source(recipe: Recipe, source: AnySource, key: str) -> Environment | G
             raise RecipeError(f'{key}.rewards: a dataset needs at least one reward, such as ["math"]')
         limit = RecipePromptLimit(recipe) if source.drop_long_prompts else None
         return DatasetTask(source, rewards=build_rewards(source.rewards), seed=seed, limit=limit, key=key)
-    return ENVIRONMENTS.try_to_make(source.type, {"seed": seed}, _options_of(source))
-
-
-def _options_of(source: Section) -> dict[str, Any]:
-    """Return the keyword arguments of a source's class: its options, or its own keys."""
-    if isinstance(source, BuiltInSource | OwnSource):
-        return source.options
-    return {key: value for key, value in keys_of(source).items() if key not in TaskOptions.model_fields}
+    if isinstance(source, ReasoningGymSource):
+        return ReasoningGymTask(source, rewards=build_rewards(source.rewards), seed=seed, key=key)
+    return ENVIRONMENTS.try_to_make(source.type, {"seed": seed}, source.options)
 
 
 def build_all_environments(recipe: Recipe) -> Environment | GradedTask:

@@ -39,6 +39,8 @@ class RunningBatch:
         self.max_num_seqs, self._stop_rules = max_num_seqs, stop_rules
         self.num_active = 0
         self.requests: list[GenerationRequest | None] = [None] * max_num_seqs
+        self._rules: list[StopRule | None] = [None] * max_num_seqs
+        self._num_stop_rules = 0  # slots with a rule
         self.slot_of: dict[RolloutId, int] = {}
         self.token_ids = np.zeros((max_num_seqs, max_length), np.int32)
         self.logprobs = np.zeros((max_num_seqs, max_length), np.float32)
@@ -85,6 +87,9 @@ class RunningBatch:
         self._next_age += 1
         self.stream_keys[slot] = stream_key(request.seed, request.rollout_id)
         self._set_sampling(slot, request.sampling)
+        if self._stop_rules is not None and request.sampling.stop:
+            self._rules[slot] = self._stop_rules(request.sampling.stop)
+            self._num_stop_rules += 1
         return slot
 
     def add_page(self, slot: int, page: int) -> None:
@@ -111,9 +116,12 @@ class RunningBatch:
         self.weight_versions[slots, columns] = version
         self.lengths[slots] += 1
         stopped = (self.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
-        if self._stop_rules is not None:
+        if self._num_stop_rules:
             for index, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
-                stopped[index] |= self._completes_stop_string(slot, token_id, self._stop_rules)
+                rule = self._rules[slot]
+                if rule is not None and rule.may_end(token_id):
+                    response = slice(int(self.prompt_lengths[slot]), int(self.lengths[slot]))
+                    stopped[index] |= rule.ends(self.token_ids[slot, response])
         ended = np.flatnonzero(stopped | (columns + 1 >= self.max_lengths[slots]))
         return [(int(slots[i]), FinishReason.STOP if stopped[i] else FinishReason.LENGTH) for i in ended]
 
@@ -154,25 +162,18 @@ class RunningBatch:
         request = self.requests[slot]
         assert request is not None
         del self.slot_of[request.rollout_id]
+        self._num_stop_rules -= self._rules[slot] is not None
         self.num_active -= 1
         last = self.num_active
         if slot != last:
             for array in self._arrays:
                 array[slot] = array[last]
             moved = self.requests[slot] = self.requests[last]
+            self._rules[slot] = self._rules[last]
             assert moved is not None
             self.slot_of[moved.rollout_id] = slot
-        self.requests[last] = None
+        self.requests[last] = self._rules[last] = None
         return request
-
-    def _completes_stop_string(self, slot: int, token_id: int, stop_rules: StopRules) -> bool:
-        request = self.requests[slot]
-        assert request is not None
-        if not request.sampling.stop:
-            return False
-        rule = stop_rules(request.sampling.stop)
-        response = slice(int(self.prompt_lengths[slot]), int(self.lengths[slot]))
-        return rule.may_end(token_id) and rule.ends(self.token_ids[slot, response])
 
     def _set_sampling(self, slot: int, sampling: SamplingParams) -> None:
         self.temperatures[slot] = sampling.temperature

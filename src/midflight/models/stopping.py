@@ -12,6 +12,7 @@ from midflight.protocols import Tokenizer
 from midflight.types import Int32Array
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MAX_RULES = 64  # kept at a time; clients of a server may send any stop strings
 _MARGIN = 16  # tokens of a window beyond twice the bytes of a stop string: special tokens and parts of characters
 
 
@@ -82,5 +83,7 @@ class StopRules:
     def __call__(self, strings: tuple[str, ...]) -> StringStopRule:
         rule = self._rules.get(strings)
         if rule is None:
+            if len(self._rules) >= _MAX_RULES:
+                self._rules.clear()
             rule = self._rules[strings] = StringStopRule(self._tokenizer, strings)
         return rule

@@ -23,7 +23,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 COMMAND = re.compile(r"(?:^\$? ?|`)midflight ([a-z]+)\b([^`#\n]*)", re.MULTILINE)
-MAKE = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
+MAKE = re.compile(r"(?:^|`)make ([a-z0-9-]+)", re.MULTILINE)
 TEST_PATH = re.compile(r"-m pytest (tests/[\w/.]+)")
 TASK = ["task.type=my_task:ThreeNumbers"]
 
@@ -75,7 +75,7 @@ def test_commands_of_a_page_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_make_targets_and_test_paths_of_a_page_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = page.read_text()
     assert targets.issuperset(MAKE.findall(text))
     for path in TEST_PATH.findall(text):

@@ -16,6 +16,7 @@ _MODULE = "midflight.envs.rewards"
 REWARDS: Joint[Any] = Joint(
     "task.rewards",
     {
+        "code": f"{_MODULE}.code:Code",
         "exact": f"{_MODULE}.exact:Exact",
         "json_schema": f"{_MODULE}.json_schema:JsonSchema",
         "language": f"{_MODULE}.language:Language",

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from midflight.engine.kernels.compiler import compiler_command
+from midflight.envs.sandbox.sandbox import SandboxError, protections, unprotected
 from midflight.report.machine import num_cores
 
 _MIB = 1 << 20
@@ -67,6 +68,7 @@ def check_machine(directory: Path) -> list[Check]:
         _disk(directory),
         _write_permission(directory),
         _open_files(),
+        _sandbox(),
         *(_optional_package(name, *rest) for name, rest in _OPTIONAL.items()),
     ]
 
@@ -112,6 +114,21 @@ def _required_package(name: str) -> Check:
     if version is None:
         return Check(name, "not installed", "missing", f"pip install {name}", required=True)
     return Check(name, version)
+
+
+def _sandbox() -> Check:
+    """Protections of the reward `code`; they are found out by starting a sandbox."""
+    name = "sandbox (reward `code`)"
+    try:
+        found = protections()
+    except (OSError, SandboxError) as error:
+        return Check(name, str(error), "missing", "needs Linux; without it, leave out the reward `code`")
+    protected = [part for part, by in found.items() if by and part != "kind"]
+    text = f"{found['kind']}: {', '.join(protected)}"
+    if missing := unprotected(found):
+        remedy = f"generated code can reach {', '.join(missing)}; allow user namespaces, or use Linux 5.13 or newer"
+        return Check(name, text, "limited", remedy)
+    return Check(name, text)
 
 
 def _optional_package(name: str, use: str, remedy: str) -> Check:

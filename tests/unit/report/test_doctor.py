@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from midflight import cli
+from midflight.report import doctor
 from midflight.report.doctor import Check, check_machine, obstacles, print_checks
 
 
@@ -59,6 +60,15 @@ def test_few_open_files_limit_training(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert check == Check("open files", "at most 256", "limited", "ulimit -n 4096")
+
+
+def test_machine_without_sandbox_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"kind": "limits", "files": "", "network": "", "processes": "none", "memory": "RLIMIT_AS", "time": "wall"}
+    monkeypatch.setattr(doctor, "protections", lambda: found)
+    check = checks_by_name(tmp_path)["sandbox (reward `code`)"]
+    assert (check.found, check.state) == ("limits: processes, memory, time", "limited")
+    assert "generated code can reach files, network" in check.remedy
+    assert obstacles([check]) == []
 
 
 def test_each_check_is_one_line_and_keeps_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:

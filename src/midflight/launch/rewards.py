@@ -19,6 +19,7 @@ REWARDS: Joint[Any] = Joint(
         "code": f"{_MODULE}.code:Code",
         "exact": f"{_MODULE}.exact:Exact",
         "json_schema": f"{_MODULE}.json_schema:JsonSchema",
+        "judge": f"{_MODULE}.judge:Judge",
         "language": f"{_MODULE}.language:Language",
         "math": f"{_MODULE}.math:Math",
         "multiple_choice": f"{_MODULE}.multiple_choice:MultipleChoice",

@@ -66,13 +66,15 @@ class Code:
         self._column, self._partial_credit, self._timeout_s = tests, partial_credit, timeout_s
         self._sandbox = Sandbox(timeout_s=timeout_s, memory_mb=memory_mb, packages=packages)
 
-    def __call__(self, problem: Problem, response: str) -> Grade:
+    def check(self, problem: Problem) -> None:
+        """Check that the problem has tests in one of the forms. Raises: RecipeError."""
         try:
-            tests = parsed_tests(problem.answer if self._column is None else problem.columns[self._column])
-        except KeyError:
-            columns = ", ".join(problem.columns) or "none"
-            raise ValueError(f"there is no column {self._column!r} with tests; columns are {columns}") from None
-        code = code_of(response)
+            self._tests(problem)
+        except ValueError as error:
+            raise RecipeError(f"task.rewards: code, problem {problem.problem_id!r}: {error}") from error
+
+    def __call__(self, problem: Problem, response: str) -> Grade:
+        tests, code = self._tests(problem), code_of(response)
         if tests.statements:
             execution = self._sandbox.run(code, tests.statements)
             num_tests = sum(statement.counts for statement in tests.statements)
@@ -88,6 +90,14 @@ class Code:
             if execution.exit_code is None or not (passed or self._partial_credit):
                 break
         return self._grade(num_passed / len(tests.programs), execution)
+
+    def _tests(self, problem: Problem) -> UnitTests:
+        if self._column is None:
+            return parsed_tests(problem.answer)
+        if self._column not in problem.columns:
+            columns = ", ".join(problem.columns) or "none"
+            raise ValueError(f"there is no column {self._column!r} with tests; columns are {columns}")
+        return parsed_tests(problem.columns[self._column])
 
     def _grade(self, share: float, execution: Execution) -> Grade:
         reward = share if self._partial_credit else float(share == 1)

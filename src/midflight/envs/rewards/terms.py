@@ -61,7 +61,11 @@ class Rewards:
         return any(term.function.whole_group for term in self.terms)
 
     def check(self, problem: Problem) -> None:
-        """Check that the problem has every column that the reward functions need. Raises: RecipeError."""
+        """Check that the problem has every column that the reward functions need, before a run starts.
+
+        Reward objects with a method `check(problem)` check more, such as a server that must answer.
+        Raises: RecipeError.
+        """
         for term in self.terms:
             missing = term.function.missing_columns(problem)
             if missing:
@@ -69,6 +73,8 @@ class Rewards:
                     f"task.rewards: {term.function.label} needs the column {missing[0]!r}; the rows have"
                     f" {', '.join(problem.columns) or 'no further columns'}"
                 )
+            if check := getattr(term.function.function, "check", None):
+                check(problem)
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """Return the sum for one response. Raises: RewardError."""

@@ -16,6 +16,7 @@ from midflight.config.tasks import (
 )
 from midflight.envs.datasets.task import DatasetTask
 from midflight.envs.mixture import Share, build_mixture
+from midflight.envs.reasoning_gym import ReasoningGymTask
 from midflight.envs.routing import Router
 from midflight.errors import RecipeError
 from midflight.launch.importing import Joint, keys_of
@@ -59,6 +60,8 @@ def build_source(recipe: Recipe, source: AnySource, key: str) -> Environment | G
             raise RecipeError(f'{key}.rewards: a dataset needs at least one reward, such as ["math"]')
         limit = RecipePromptLimit(recipe) if source.drop_long_prompts else None
         return DatasetTask(source, rewards=build_rewards(source.rewards), seed=seed, limit=limit, key=key)
+    if isinstance(source, ReasoningGymSource):
+        return ReasoningGymTask(source, rewards=build_rewards(source.rewards), seed=seed, key=key)
     return ENVIRONMENTS.try_to_make(source.type, {"seed": seed}, _options_of(source))
 
 

@@ -82,7 +82,7 @@ def test_numbers_during_the_run_equal_those_of_the_checkpoint(tmp_path: Path) ->
     """The schedule updates in flight; the engines answer beside rollouts and wait with newer weights."""
     run = RunDirectory(tmp_path / "run")
     overrides = (*SMALL, "eval.num_problems=8", SETS)
-    settings = ("schedule.num_in_flight=16", "trainer.max_steps=40", "trainer.keep_checkpoints=100", "eval.every=3")
+    settings = ("schedule.num_in_flight=16", "trainer.max_steps=20", "trainer.keep_checkpoints=100", "eval.every=3")
     midflight("train", RECIPE, *overrides, *settings, f"run.directory={run.path}", "--json")
     line = read_evaluations(run.evaluations)[1]
     assert (line["when"], line["version"] % 3) == ("during", 0)

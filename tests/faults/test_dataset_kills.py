@@ -18,7 +18,7 @@ from midflight.envs.mixture import Mixture
 from midflight.launch.environments import build_environment
 from narrowing import instance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 # The recipe's mixture, which writes the problem of every index that a process asks for.
 _LOGGED = """

@@ -195,7 +195,7 @@ def smollm2(
     from benchmarks.smollm2 import SmolOptions, bench_smollm2
     from benchmarks.smollm2_figures import plot_smollm2, smollm2_table, write_page
 
-    options = SmolOptions(out, tuple(map(_count, seeds.split(","))), steps, variant_steps, num_problems)
+    options = SmolOptions(out, tuple(map(_seed, seeds.split(","))), steps, variant_steps, num_problems)
     result = bench_smollm2(options, Console(stderr=True).print)
     if picture:
         plot_smollm2(result, picture)
@@ -207,4 +207,10 @@ def smollm2(
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not a seed, a whole number from 0")
     return int(text)

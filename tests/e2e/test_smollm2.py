@@ -12,8 +12,10 @@ from examples.smollm2 import result
 from examples.sums_dataset import rows
 
 from midflight.config import SHIPPED_RECIPES, load_recipe
+from midflight.errors import ModelError
 from midflight.experiments.runs import train
 from midflight.launch.environments import build_environment
+from midflight.models.loading import check_model_directory
 from midflight.models.smollm2 import smollm2_directory
 from midflight.protocols import GradedTask
 
@@ -47,6 +49,11 @@ def test_recipes_reward_the_right_sum_and_hold_problems_out(name: str) -> None:
     held_out = {each.text for each in task.held_out_problems(1000)}
     assert len(held_out) > 200
     assert held_out.isdisjoint(task.problem(index).text for index in range(2000))
+
+
+def test_missing_model_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"python -m midflight\.models\.smollm2` makes it"):
+        check_model_directory(tmp_path / load_recipe(SHIPPED_RECIPES["smollm2_lora"]).model.path.name)
 
 
 @pytest.mark.slow

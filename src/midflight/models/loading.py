@@ -30,7 +30,10 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
     Raises: ModelError if the directory or a file is missing.
     """
     if not path.is_dir():
-        raise ModelError(f"{key}: there is no directory {path}")
+        # The shipped recipes of SmolLM2 name the directory that this command makes.
+        is_smollm2 = path.name.startswith("smollm2-135m-instruct")
+        hint = "; `python -m midflight.models.smollm2` makes it" if is_smollm2 else ""
+        raise ModelError(f"{key}: there is no directory {path}{hint}")
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
     if not any(path.glob("*.safetensors")):
         missing.append("*.safetensors")

@@ -8,9 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from midflight.config import Recipe
+from midflight.errors import PromptError, RecipeError
 from midflight.types import Text
+
+if TYPE_CHECKING:
+    from midflight.models.prompts import PromptFormat
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -37,8 +42,16 @@ class RecipePromptLimit:
 
     def count(self, prompts: Sequence[Text]) -> list[int]:
         """Return the number of tokens of each prompt. Raises: ModelError, RecipeError."""
+        try:
+            return [len(self._prompt_format.encode_prompt(prompt)) for prompt in prompts]
+        except PromptError as error:
+            raise RecipeError(
+                f"task.drop_long_prompts: {error}; another task.chat_template, or prompts of plain text, would work"
+            ) from error
+
+    @functools.cached_property
+    def _prompt_format(self) -> PromptFormat:
         from midflight.launch.prompts import build_prompts
         from midflight.models.loading import load_tokenizer
 
-        prompt_format = build_prompts(self._recipe, load_tokenizer(self._recipe.model.path))
-        return [len(prompt_format.encode_prompt(prompt)) for prompt in prompts]
+        return build_prompts(self._recipe, load_tokenizer(self._recipe.model.path))

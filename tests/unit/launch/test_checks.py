@@ -84,9 +84,7 @@ def test_wrong_key_of_a_copy_is_found(tmp_path: Path, refused: Refused) -> None:
 def test_wrong_reward_needs_no_data(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.toml"
     wrong.write_text(SHIPPED_RECIPES["magistral_small"].read_text().replace('"think_format"', '"thinks_format"'))
-    with pytest.raises(
-        RecipeError, match=r"wrong.toml: task.rewards: there is no 'thinks_format'; known are code"
-    ):
+    with pytest.raises(RecipeError, match=r"wrong.toml: task.rewards: there is no 'thinks_format'; known are code"):
         list(check_recipes([wrong]))
 
 

@@ -29,7 +29,7 @@ Text = str | list[Message]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a dataset: a question and its right answer. A prompt of messages is rendered by the chat template."""
+    """One row of a dataset: a question and its right answer. The chat template renders a prompt of messages."""
 
     problem_id: str
     prompt: Text
@@ -75,9 +75,6 @@ TEMPERATURES = (0.001, 100.0)
 class SamplingParams:
     """Parameters of token sampling. `temperature == 0` is greedy; `max_tokens` counts response tokens.
 
-    `stop` lists texts that end a response; the token that completes one is the response's last token. An engine without
-    a tokenizer ignores them, and its caller cuts the response.
-
     After the temperature, three filters apply in turn: the `top_k` likeliest tokens (0: all), the fewest tokens whose
     probabilities add up to `top_p`, and the tokens at least `min_p` times as likely as the likeliest one.
     """
@@ -88,7 +85,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # the token that completes one ends the response; engines without a tokenizer ignore it
 
 
 class FinishReason(enum.Enum):

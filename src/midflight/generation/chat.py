@@ -8,7 +8,7 @@ from typing import Any
 from midflight.generation.http_errors import ApiError
 from midflight.generation.request_schemas import ChatMessage, ChatRequest, ToolCall
 from midflight.models.text import encode_chat, reserved_arguments
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 
 
 class ChatEncoder:

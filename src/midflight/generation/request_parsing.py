@@ -18,7 +18,7 @@ from midflight.generation.request_schemas import ChatRequest, CompletionRequest,
 from midflight.generation.schemas import NUM_ROLLOUT_IDS, Generated, tokens_of
 from midflight.models.stopping import StopRules
 from midflight.models.text import decode, encode_text
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 from midflight.types import GeneratedTokens, GenerationRequest, Int32Array, RolloutId, SamplingParams
 
 T = TypeVar("T")

@@ -36,10 +36,11 @@ from midflight.models.loading import check_model_directory, load_config, load_to
 from midflight.models.lora import LoraSettings
 from midflight.models.prompts import PromptFormat
 from midflight.models.stopping import split_stops
+from midflight.models.tokenizer import Tokenizer
 from midflight.preprocess.advantages import Advantage
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
-from midflight.protocols import Reference, Schedule, Tokenizer, TrainerBackend, WeightSender
+from midflight.protocols import Reference, Schedule, TrainerBackend, WeightSender
 from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
 from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.policies import PolicySettings, check_policy

@@ -7,7 +7,7 @@ from pathlib import Path
 from midflight.config import Recipe
 from midflight.errors import PromptError, RecipeError
 from midflight.models.prompts import PromptFormat
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> PromptFormat:

@@ -12,7 +12,8 @@ from midflight.envs.one_turn import first_text
 from midflight.errors import ModelError, PromptError, RecipeError
 from midflight.launch.importing import users_code
 from midflight.models.prompts import PromptFormat
-from midflight.protocols import Environment, GradedTask, Tokenizer
+from midflight.models.tokenizer import Tokenizer
+from midflight.protocols import Environment, GradedTask
 from midflight.types import Problem, Text
 
 _NUM_SAMPLES = 64

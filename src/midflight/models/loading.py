@@ -18,7 +18,7 @@ from transformers.utils import logging
 from midflight.errors import ModelError
 from midflight.models.attention import register_packed_attention
 from midflight.models.prompts import PromptFormat
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 
 Named = tuple[str, Tensor]
 

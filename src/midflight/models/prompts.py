@@ -23,7 +23,7 @@ from midflight.models.text import (
     reserved_arguments,
     response_text,
 )
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 from midflight.types import FinishReason, GeneratedTokens, Message, Text
 
 # Stands for the model's last answer in a rendered conversation; templates copy a plain word unchanged.

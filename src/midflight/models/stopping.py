@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midflight.models.text import decode, is_special
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 from midflight.types import Int32Array
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

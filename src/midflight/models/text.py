@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midflight.protocols import Tokenizer
+from midflight.models.tokenizer import Tokenizer
 from midflight.types import FinishReason, GeneratedTokens
 
 

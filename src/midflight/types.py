@@ -22,7 +22,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 RolloutId = NewType("RolloutId", int)
 GroupId = NewType("GroupId", int)
-
 Message = dict[str, str]  # role and content
 Text = str | list[Message]
 
@@ -156,9 +155,7 @@ class Completion:
     rollout_id: RolloutId
     generated: GeneratedTokens
     finish_reason: FinishReason
-    # Prompt tokens with log-probabilities, if `score_prompt` was set and one weight version scored them all. The first
-    # token has NaN, because no token precedes it.
-    prompt: GeneratedTokens | None = None
+    prompt: GeneratedTokens | None = None  # scored prompt, if requested and scored by one version; its first token: NaN
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ VARIANTS = tuple((recipe, dtype) for recipe in ("smollm2_lora", "smollm2_full") 
 _RECIPE = SHIPPED_RECIPES["smollm2_lora"]
 _CHECKPOINT_EVERY = 24  # optimizer steps between evaluated checkpoints
 _NUM_TRL_MODELS = 3
+# Groups with equal rewards cost the trainer nothing. Early on few sums are right, so variants reward words.
+_FREQUENT_REWARD = 'task.rewards=[{type = "regex", options = {pattern = "[a-z]{3}", search = true}}]'
 _MIN_GAIN = 0.3
 _MAX_SECONDS = 600.0
 
@@ -52,7 +54,7 @@ class SmolOptions:
     out: Path
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 70
-    variant_steps: int = 6
+    variant_steps: int = 8
     num_problems: int = 200
 
 
@@ -208,9 +210,9 @@ def _variant(options: SmolOptions, overrides: list[str], recipe: str, dtype: str
         scratch = options.out / f"{recipe}-{dtype}"
         shutil.rmtree(scratch, ignore_errors=True)
         length = RunLength(steps=options.variant_steps).overrides
-        dtypes = [f"trainer.dtype={dtype}", f"engine.dtype={dtype}"]
+        variant = [f"trainer.dtype={dtype}", f"engine.dtype={dtype}", _FREQUENT_REWARD, "eval.num_problems=0"]
         with PeakMemory(scratch) as memory:
-            summary = train(SHIPPED_RECIPES[recipe], scratch, [*overrides, *length, *dtypes, "eval.num_problems=0"])
+            summary = train(SHIPPED_RECIPES[recipe], scratch, [*overrides, *length, *variant])
         run = RunDirectory(scratch)
         # The first step waits for the first responses.
         steady = list(_steady(run))
@@ -223,12 +225,19 @@ def _variant(options: SmolOptions, overrides: list[str], recipe: str, dtype: str
             "generated_tokens_per_s": summary["generated_tokens"] / summary["train_wall_s"],
             "peak_mib": memory.peak_mib,
             "idle": summary["idle"],
-            "time_shares": {role: time_shares(run.spans(role)) for role in ("rollout", "trainer")},
+            "time_shares": {role: _shares_of_steps(run.spans(role)) for role in ("rollout", "trainer")},
         }
         shutil.rmtree(scratch)
         return figures
 
     return measure
+
+
+def _shares_of_steps(spans: Path) -> dict[str, float]:
+    """Shares of the time without the checkpoint at the end, which would be a large part of so short a run."""
+    shares = time_shares(spans)
+    without = 1 - shares.pop("checkpoint", 0.0)
+    return {name: share / without for name, share in shares.items()}
 
 
 def _steady(run: RunDirectory) -> Iterator[Figures]:

@@ -67,7 +67,8 @@ def _figures(result: dict[str, Any], picture: Path) -> str:
         [
             f"Sampled accuracy on {options['num_problems']} held-out problems before and after {options['steps']}"
             " optimizer steps; TRL trains for as many seconds as the run of the same seed."
-            f" {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}.",
+            f" {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"
+            " ([smollm2.json](../benchmarks/results/smollm2.json)).",
             _markdown(runs),
             f"![Held-out accuracy over training time, both systems, all seeds](images/{picture.name})",
             f"Tokens per second, peak resident memory and shares of the time, in runs of {options['variant_steps']}"

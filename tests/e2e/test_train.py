@@ -271,7 +271,8 @@ def test_a_run_that_fails_at_start_gives_a_reason(tmp_path: Path) -> None:
         ((RECIPE, "batch.batch_size=30"), "is not a multiple of batch.group_size = 8; 24 or 32 would work"),
         (
             (RECIPE, "task.type=sudoku"),
-            "task.type: there is no 'sudoku'; known are chain_sums, running_sums, package.module:name",
+            "task.type: there is no 'sudoku'; known are chain_sums, running_sums, dataset, reasoning_gym, mixture,"
+            " package.module:name",
         ),
         ((RECIPE, "task.options.min_terms=1"), "min_terms = 1"),
         ((RECIPE, "task.options.colour=1"), "task.options: "),

@@ -92,10 +92,10 @@ def test_verifier_failures_drop_their_groups_and_are_logged(tmp_path: Path) -> N
     for when in ("eval_before", "eval_after"):
         assert summary[when]["num_problems"] == 24
         assert 0 < summary[when]["sampled_accuracy"] < 1
-    warnings = [line for line in done.stderr.splitlines() if "responses to held-out" in line]
+    warnings = [line for line in done.stderr.splitlines() if "responses of an evaluation" in line]
     assert len(warnings) == 2
     for warning in warnings:
-        assert warning.startswith("8 responses to held-out problems could not be graded; the last reason: ")
+        assert warning.startswith("8 responses of an evaluation could not be graded; the last reason: ")
 
 
 def test_a_verifier_that_always_hangs_ends_the_run(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ class Rewards:
                     f"task.rewards: {names.count(name)} terms have the name {name!r}; give each an own one, such as"
                     f' {{type = ..., name = "{name}_2"}}'
                 )
-        self._runner: asyncio.Runner | None = None  # one event loop, so that clients of async rewards stay connected
+        self._loop: asyncio.AbstractEventLoop | None = (
+            None  # one event loop, so that clients of async rewards stay connected
+        )
 
     @property
     def wants_groups(self) -> bool:
@@ -92,18 +94,19 @@ class Rewards:
         calls = [(term, part) for term in self.terms for part in _parts(term, responses)]
         results = [_attempt(term, problem, part) for term, part in calls]
         if any(inspect.isawaitable(result) for result in results):
-            results = self._event_loop().run(_gathered(calls, problem, results))
+            results = self._event_loop().run_until_complete(_gathered(calls, problem, results))
         outcomes = iter(
             [_checked(term, problem, part, result) for (term, part), result in zip(calls, results, strict=True)]
         )
         by_term = [_by_response(term, outcomes, len(responses)) for term in self.terms]
         return [self._sum([values[index] for values in by_term]) for index in range(len(responses))]
 
-    def _event_loop(self) -> asyncio.Runner:
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-            weakref.finalize(self, self._runner.close)
-        return self._runner
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # Only closes: the garbage collector may call it while another event loop runs.
+            weakref.finalize(self, self._loop.close)
+        return self._loop
 
     def _sum(self, values: Sequence[Value | BaseException]) -> Grade | BaseException:
         total, answer = 0.0, None

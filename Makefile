@@ -93,7 +93,7 @@ planner-figures: $(VENV)/.ready
 smollm2: $(VENV)/.smollm2
 	$(BIN)/python examples/smollm2.py $(ARGS)
 
-# The figures of docs/smollm2.md: three seeds of each system and four variants, some 35 minutes on two idle cores.
+# The figures of docs/smollm2.md: three seeds of each system and four variants, some 25 minutes on two idle cores.
 # Finished runs are kept in runs/smollm2-benchmark and not repeated.
 smollm2-figures: $(VENV)/.smollm2
 	mkdir -p runs

@@ -181,7 +181,7 @@ def simulator(
 @app.command()
 def smollm2(
     seeds: Annotated[str, typer.Option(help="seeds of the runs")] = "0,1,2",
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of one run; TRL has as many seconds")] = 70,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of one run; TRL has as many seconds")] = 48,
     variant_steps: Annotated[int, typer.Option(min=2, help="optimizer steps of the run of a variant")] = 8,
     num_problems: Annotated[int, typer.Option(min=1, help="held-out problems of one evaluation")] = 200,
     out: Annotated[Path, typer.Option(help="directory of finished runs, which are not repeated")] = Path(

@@ -53,7 +53,7 @@ class SmolOptions:
 
     out: Path
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 70
+    steps: int = 48
     variant_steps: int = 8
     num_problems: int = 200
 

@@ -77,6 +77,10 @@ class NonFiniteWeightsError(WeightUpdateError):
     pass
 
 
+class WeightsReplacedError(WeightUpdateError):
+    """The sender has overwritten weights while they were read; newer ones are there."""
+
+
 class NonFiniteLossError(MidflightError):
     pass
 

@@ -159,15 +159,15 @@ class StopRule(Protocol):
 class Generator(Protocol):
     """Continuous batching over token ids: requests come and go between decode steps.
 
-    Constructor: `engine.options` as keyword arguments, and any of these that it has parameters for: `model_path`,
-    `model_config` (of Hugging Face), `weights` (tensors by name), `version` (of the weights), `max_num_seqs` (requests
-    that run at a time), `max_new_tokens`, `stop_rules` (returns the StopRule of `SamplingParams.stop`), and the keys of
-    `[engine]`.
+    No method waits for weights. `adopt` says which version to sample with; the tensors come on another way.
     """
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that sample the next token (optimizer steps)."""
+        """Version of the weights that sample the next token (optimizer steps); with several engines, the oldest one.
+
+        A field: reading it makes no request.
+        """
         ...
 
     @property
@@ -178,11 +178,6 @@ class Generator(Protocol):
     @property
     def num_engines(self) -> int:
         """Number of engines that share the requests; at least 1."""
-        ...
-
-    @property
-    def update_pending(self) -> bool:
-        """True while weights given to `update_weights` wait to be swapped in; the tensors are in use until then."""
         ...
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
@@ -200,10 +195,12 @@ class Generator(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Sample one token for every running request; return the completions of the requests that ended.
+        """Adopt new weights if they are due, then sample one token for every running request.
 
-        Raises: NonFiniteWeightsError if pending weights have NaN or infinite values. No token is sampled then, and the
-        old weights keep serving from the next step on.
+        Returns the completions of the requests that ended. Must be called until `weight_version` has reached the
+        version asked for, also with nothing in flight.
+        Raises: WeightUpdateError if new weights cannot be used, NonFiniteWeightsError if they have NaN or infinite
+        values. No token is sampled then, and the old weights keep serving from the next step on.
         """
         ...
 
@@ -211,13 +208,43 @@ class Generator(Protocol):
         """Stop these requests and return their tokens so far, from which they can be resumed."""
         ...
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Adopt these weights now or within the next steps (`update_pending`), without aborting any request.
+    def adopt(self, version: int) -> None:
+        """Sample with this version, or a newer one, as soon as its tensors are here. Aborts no request.
 
-        Raises: WeightUpdateError if a name, shape or dtype does not fit, a value is not finite, the version is older
-        than the current one while requests are in flight, or another update is pending; the old weights keep serving.
+        Returns at once; `weight_version` tells when the version is in use. No effect if the version is not newer.
         """
         ...
+
+
+class LocalEngine(Generator, Protocol):
+    """A Generator whose weights are in this process.
+
+    Constructor: `engine.options` as keyword arguments, and any of these that it has parameters for: `model_path`,
+    `model_config` (of Hugging Face), `weights` (tensors by name, valid during the call), `version` (of the weights),
+    `max_num_seqs` (requests that run at a time), `max_new_tokens`, `stop_rules` (returns the StopRule of
+    `SamplingParams.stop`), and the keys of `[engine]`.
+    """
+
+    def stage(self, incoming: IncomingWeights) -> None:
+        """Copy new weights to where a later step can adopt them; return when they are complete.
+
+        Called by one other thread at a time, while `step` goes on with the old weights. Replaces weights that were
+        staged before and not adopted.
+        Raises: WeightUpdateError if a name, shape or dtype does not fit, or a value is not finite; an error of
+        `incoming.tensors`. The old weights keep serving.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingWeights:
+    """Weights as a transport hands them to an engine."""
+
+    version: int  # optimizer steps
+    content: int  # the version that changed the tensors last, at most `version`: a skipped step changes nothing
+    # Every tensor, valid until the next one is taken. Raises WeightsReplacedError at the end if the sender has
+    # overwritten a tensor meanwhile, and WeightUpdateError if the rest does not arrive.
+    tensors: Iterable[tuple[str, Tensor]]
 
 
 class WeightSender(Protocol):
@@ -226,42 +253,65 @@ class WeightSender(Protocol):
     def announce(self, specs: Sequence[TensorSpec]) -> None: ...
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Publish these weights, in the order announced, as the newest; never waits for a receiver.
+        """Publish these weights, in the order announced, as the newest.
 
-        Takes one tensor at a time, so that a sharded trainer need not gather the full state at once.
+        Takes one tensor at a time, so that a sharded trainer need not gather the full state at once. Takes every
+        tensor even if no engine wants it, because gathering is a collective operation.
         """
+        ...
+
+    def relabel(self, version: int) -> None:
+        """Publish this version with the weights that were sent last: its optimizer step changed nothing."""
+        ...
+
+    def wants_weights(self) -> bool:
+        """Return True if an engine lacks the newest version and the sender kept no copy: `send` it once more."""
         ...
 
     def close(self) -> None: ...
 
 
-class WeightReceiver(Protocol):
-    """An engine's end of the weight transport."""
+class PublishedVersions(Protocol):
+    """The versions that the trainer has published, for the process that decides when they are adopted."""
 
     def newest_version(self) -> int | None:
-        """The version that `receive` would return now, or None before the first. Must be cheap: read at every token."""
-        ...
-
-    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
-        """Return the newest version and its weights. The tensors belong to the caller until the next `receive`."""
+        """The newest published version, or None before the first. Must be cheap: read at every token."""
         ...
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         """Wait for a version above `newer_than`; return True if there is one."""
         ...
 
+    def close(self) -> None: ...
+
+
+class WeightReceiver(PublishedVersions, Protocol):
+    """The end of the weight transport in the process of an engine, if engines take the weights themselves."""
+
+    def receive(self) -> IncomingWeights:
+        """Return the newest weights. Raises: WeightUpdateError if there are none or they cannot be read."""
+        ...
+
 
 class WeightTransport(Protocol):
-    """Both ends of the weight transport. The trainer and the rollout process each make their own object.
+    """All ends of the weight transport. Every process makes its own object.
 
     Constructor: `weights.options` as keyword arguments, and any of these that it has parameters for:
     `run_directory`, `shared` (a path in the shared memory of this machine), `spare` (a path on disk for data that does
-    not fit there) and `note` (a function that shows the user one line).
+    not fit there), `engines` (returns the URLs of the run's servers by name), `lineage` (text that is new at every
+    start of the run; weights of another lineage are not comparable) and `note` (a function that shows the user one
+    line).
     """
 
     def sender(self) -> WeightSender: ...
 
-    def receiver(self) -> WeightReceiver: ...
+    def versions(self) -> PublishedVersions:
+        """Return the end of the rollout process."""
+        ...
+
+    def receiver(self) -> WeightReceiver | None:
+        """Return an engine's end; None if the trainer sends weights to servers over their HTTP routes instead."""
+        ...
 
 
 class MetricsSink(Protocol):
@@ -341,6 +391,7 @@ class OptimizerStep:
 
     grad_norm: float  # before clipping
     skipped: bool  # True if the gradient was not finite; the weights are unchanged then
+    changed: bool = True  # False if no weight changed: skipped, no gradient, or a learning rate of 0
 
 
 @runtime_checkable
@@ -366,7 +417,9 @@ class TrainerBackend(Protocol):
 
     def optimizer_step(self, learning_rate: float) -> OptimizerStep: ...
 
-    def publish_weights(self, version: int) -> None: ...
+    def publish_weights(self, version: int, changed: bool = True) -> None:
+        """Send the weights as `version`; if they have not `changed` since the last call, send only the number."""
+        ...
 
     def save(self, directory: Path) -> None: ...
 

@@ -8,55 +8,17 @@ Rollout ids tell the users apart. Training never sees a completion or an answer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from midflight.engine.delegating import DelegatingGenerator
 from midflight.protocols import Generator, Grader
-from midflight.types import Completion, GeneratedTokens, GenerationRequest, GradedResponse, Problem, RolloutId
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from midflight.types import Completion, GradedResponse, Problem, RolloutId
 
 # Rollouts of training count from 0; a signed 64-bit integer still holds every id of an evaluation.
 FIRST_EVALUATION_ID = RolloutId(1 << 62)
 
 
-class _Delegate:
-    """A Generator except `step`: every call goes to the generator itself."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-
-    @property
-    def weight_version(self) -> int:
-        return self._generator.weight_version
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._generator.num_in_flight
-
-    @property
-    def num_engines(self) -> int:
-        return self._generator.num_engines
-
-    @property
-    def update_pending(self) -> bool:
-        return self._generator.update_pending
-
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
-        self._generator.add(requests)
-
-    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
-        return self._generator.generated(rollout_id, start)
-
-    def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
-        return self._generator.abort(rollout_ids)
-
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self._generator.update_weights(version, weights)
-
-
-class SharedGenerator(_Delegate):
+class SharedGenerator(DelegatingGenerator):
     """Implements Generator for training. `num_in_flight` counts the requests of both users."""
 
     def __init__(self, generator: Generator) -> None:
@@ -75,7 +37,7 @@ class SharedGenerator(_Delegate):
         return arrived
 
 
-class EvaluationGenerator(_Delegate):
+class EvaluationGenerator(DelegatingGenerator):
     """Implements Generator for an evaluation beside training, which takes the steps."""
 
     def __init__(self, shared: SharedGenerator) -> None:

@@ -33,7 +33,6 @@ def build_embedded_engine(
         max_new_tokens=max_new_tokens,
         # All prompts fit into one step, so that all sequences decode together from first to last token.
         max_batched_tokens=max_num_seqs * (max_prompt_tokens + 1),
-        max_update_pause_s=0.02,
     )
     model = engine_model(load_config(directory), weights, max_length=limits.max_length)
     return EmbeddedEngine(Engine(model, limits), weights, str(model.dtype).removeprefix("torch."))

@@ -245,6 +245,7 @@ class IncomingWeights:
     # Every tensor, valid until the next one is taken. Raises WeightsReplacedError at the end if the sender has
     # overwritten a tensor meanwhile, and WeightUpdateError if the rest does not arrive.
     tensors: Iterable[tuple[str, Tensor]]
+    lineage: str = ""  # versions and contents of different lineages are not comparable
 
 
 class WeightSender(Protocol):

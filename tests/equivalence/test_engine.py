@@ -17,9 +17,10 @@ from midflight.engine.graphs import GraphedModel
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.loading import engine_model
 from midflight.engine.plan import Batch
-from midflight.errors import NonFiniteWeightsError, RequestError, WeightUpdateError
+from midflight.errors import NonFiniteWeightsError, RequestError
 from midflight.models.loading import weights_of
-from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
+from midflight.protocols import IncomingWeights
+from midflight.testing.tiny_models import VOCAB_SIZE, stage_and_adopt, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
 
 STOP = 1
@@ -180,7 +181,7 @@ def test_update_in_flight_keeps_tokens_and_cached_keys() -> None:
     num_before = 5
     for _ in range(num_before):
         assert engine.step() == []
-    engine.update_weights(8, weights_of(new))
+    stage_and_adopt(engine, 8, weights_of(new))
     generated = run_to_end(engine)[0].generated
     assert generated.weight_versions.tolist() == [7] * num_before + [8] * (len(generated) - num_before)
 
@@ -207,7 +208,7 @@ def test_prefixes_are_never_shared_across_versions() -> None:
     engine = tiny_engine(old)
     engine.add(asked[:2])
     engine.step()
-    engine.update_weights(1, weights_of(new))
+    stage_and_adopt(engine, 1, weights_of(new))
     engine.add(asked[2:])
     completions = run_to_end(engine)
 
@@ -234,31 +235,23 @@ def test_nan_in_unused_cache_slots_changes_nothing(family: str, kernels: Referen
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("max_update_pause_s", [None, 1e-9])
-def test_nonfinite_updates_are_refused(bad: float, max_update_pause_s: float | None) -> None:
-    """Late refusals happen during a copy in slices. The next good weights serve as in a fresh engine."""
+def test_nonfinite_updates_are_refused(bad: float) -> None:
+    """The old weights keep serving, and the next good weights serve as in a fresh engine."""
     old, good = tiny_model(seed=0), weights_of(tiny_model(seed=1))
     name = "model.layers.1.mlp.down_proj.weight"
     broken = {**good, name: good[name].clone()}
     broken[name][-1, -1] = bad
     asked = requests(6)
-    undisturbed, engine = tiny_engine(old), tiny_engine(old, max_update_pause_s=max_update_pause_s)
+    undisturbed, engine = tiny_engine(old), tiny_engine(old)
     for each in (undisturbed, engine):
         each.add(asked)
         each.step()
-
-    def update() -> None:
-        engine.update_weights(1, broken)
-        while engine.update_pending:
-            engine.step()
-            undisturbed.step()
-
     with pytest.raises(NonFiniteWeightsError, match=f"version 1 of the weights is refused: {name} has NaN"):
-        update()
-    assert not engine.update_pending
-    assert engine.weight_version == 0
+        stage_and_adopt(engine, 1, broken)
+    engine.adopt(1)
     assert_same(run_to_end(engine), run_to_end(undisturbed))
-    engine.update_weights(2, good)
+    assert engine.weight_version == 0
+    stage_and_adopt(engine, 2, good)
     fresh = tiny_engine(tiny_model(seed=1), version=2)
     for each in (fresh, engine):
         each.add(asked)
@@ -278,12 +271,13 @@ def test_versions_never_decrease_within_a_sequence() -> None:
     engine = tiny_engine(tiny_model(), version=5)
     engine.add(requests(1))
     engine.step()
-    with pytest.raises(WeightUpdateError, match="version 4 is older than version 5, which serves"):
-        engine.update_weights(4, weights)
-    engine.update_weights(5, weights)
+    stage_and_adopt(engine, 4, weights)
+    engine.step()
     assert engine.weight_version == 5
-    run_to_end(engine)
-    engine.update_weights(4, weights)  # idle: a run that resumed from an older checkpoint has joined
+    engine.stage(IncomingWeights(4, 4, weights.items(), lineage="resumed from an older checkpoint"))
+    engine.adopt(4)
+    assert set(run_to_end(engine)[0].generated.weight_versions) == {5}
+    engine.step()  # nothing is in flight any more
     assert engine.weight_version == 4
 
 
@@ -297,7 +291,7 @@ def test_updates_under_load_lose_no_sequence() -> None:
     while engine.num_in_flight:
         completions.update({completion.rollout_id: completion for completion in engine.step()})
         version += 1
-        engine.update_weights(version, weights_of(models[version % 3]))
+        stage_and_adopt(engine, version, weights_of(models[version % 3]))
     assert sorted(completions) == list(range(40))
     for completion in completions.values():
         versions = completion.generated.weight_versions
@@ -334,7 +328,7 @@ def test_recompute_kv_matches_a_fresh_run_on_the_prefix() -> None:
         if request.rollout_id not in {completion.rollout_id for completion in ended}
     }
     assert len(so_far) > 4
-    engine.update_weights(1, weights_of(new))
+    stage_and_adopt(engine, 1, weights_of(new))
     completions = run_to_end(engine)
 
     fresh = tiny_engine(new, version=1)
@@ -346,30 +340,6 @@ def test_recompute_kv_matches_a_fresh_run_on_the_prefix() -> None:
         ]
     )
     assert_same(completions, run_to_end(fresh))
-
-
-def test_an_update_in_slices_matches_one_at_once() -> None:
-    """All tokens before the swap use the old weights, all later ones the new weights, and the swap happens."""
-    old, new = tiny_model(seed=0), tiny_model(seed=1)
-    asked = requests(6)
-    engine = tiny_engine(old, max_update_pause_s=1e-9)
-    engine.add(asked)
-    engine.step()
-    engine.update_weights(1, weights_of(new))
-    with pytest.raises(WeightUpdateError, match="version 2 came while version 1"):
-        engine.update_weights(2, weights_of(old))
-    num_steps = 0
-    while engine.update_pending:
-        assert engine.weight_version == 0
-        engine.step()
-        num_steps += 1
-    assert num_steps > 5
-    engine.abort([request.rollout_id for request in asked])
-    again = requests(6, seed=3)
-    engine.add(again)
-    fresh = tiny_engine(new, version=1)
-    fresh.add(again)
-    assert_same(run_to_end(engine), run_to_end(fresh))
 
 
 def test_padded_and_replayed_steps_match_plain_ones() -> None:
@@ -387,7 +357,7 @@ def test_padded_and_replayed_steps_match_plain_ones() -> None:
         for version in range(1, 4):
             for _ in range(6):
                 completions |= {completion.rollout_id: completion for completion in engine.step()}
-            engine.update_weights(version, weights_of(models[version % 2]))
+            stage_and_adopt(engine, version, weights_of(models[version % 2]))
         return completions | run_to_end(engine)
 
     plain = engine_model(models[0].config, weights_of(models[0]), max_length=56)
@@ -407,7 +377,7 @@ def test_bfloat16_logprobs_are_close_to_float32(family: str) -> None:
     assert engine.compute_dtype is torch.bfloat16
     engine.add(asked)
     engine.step()
-    engine.update_weights(1, weights_of(model))
+    stage_and_adopt(engine, 1, weights_of(model))
     for rollout_id, completion in run_to_end(engine).items():
         generated = completion.generated
         expected = plain_logprobs(model, asked[rollout_id].prompt_token_ids, generated.token_ids)

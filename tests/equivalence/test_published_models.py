@@ -25,6 +25,7 @@ from midflight.models.loading import (
 from midflight.models.policy import PackedPolicy
 from midflight.models.prompts import PromptFormat
 from midflight.preprocess.packing import pack
+from midflight.testing.tiny_models import stage_and_adopt
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams, Trajectory
 from published_models import PUBLISHED, VOCAB_SIZE, write_published_model
 
@@ -107,7 +108,7 @@ def test_tokens_match_transformers_under_their_version(name: str, directory_of: 
     engine.add(asked)
     completions = [completion for _ in range(12) for completion in engine.step()]
     changed = {key: weight * 0.9 for key, weight in weights_of(trained).items()}
-    engine.update_weights(1, changed)
+    stage_and_adopt(engine, 1, changed)
     completions += run_to_end(engine)
     assert len(completions) == len(asked)
     old = [by_transformers(plain, asked[each.rollout_id], each) for each in completions]

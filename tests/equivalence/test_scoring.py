@@ -16,7 +16,7 @@ from midflight.models.attention import PACKED_ATTENTION
 from midflight.models.loading import weights_of
 from midflight.models.policy import PackedPolicy
 from midflight.preprocess.packing import pack
-from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
+from midflight.testing.tiny_models import VOCAB_SIZE, stage_and_adopt, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams, Trajectory
 from narrowing import present
 
@@ -147,7 +147,7 @@ def test_an_update_restarts_a_half_scored_prompt(recompute_kv: bool) -> None:
     engine.step()
     engine.step()
     assert len(engine.generated(continued.rollout_id)) == 2
-    engine.update_weights(4, weights_of(new))
+    stage_and_adopt(engine, 4, weights_of(new))
     completions = run_to_end(engine)
     assert_scored(new, half_scored, completions[half_scored.rollout_id], version=4)
     kept = (new, 4) if recompute_kv else (old, 0)

@@ -20,6 +20,7 @@ from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, stored_dtype, weights_of
 from midflight.preprocess.packing import pack
 from midflight.testing.fakes import InProcessWeights
+from midflight.testing.tiny_models import stage_and_adopt
 from midflight.trainer.policies import ADAPTER_DIRECTORY, published_weights, trained_parameters
 from midflight.trainer.single import SingleProcessTrainer
 from midflight.types import Microbatch, RolloutId, Trajectory
@@ -120,7 +121,7 @@ def test_published_weights_match_checkpoint_and_engine(options: tuple[str, ...],
         assert torch.equal(tensor.to(expected), sent[name]), name
     engine = build_engine(recipe, load_config(recipe.model.path), sent, max_num_seqs=4)
     step(trainer)
-    engine.update_weights(1, published(trainer))
+    stage_and_adopt(engine, 1, published(trainer))
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------

@@ -80,8 +80,10 @@ class EngineOptions(Section):
     recompute_kv: bool = Field(
         False, description="after a weight update, recompute the keys and values in flight with the new weights"
     )
-    max_update_pause_s: float = Field(
-        0.02, gt=0, description="longest pause between two steps to copy a part of the new weights, seconds"
+    weight_sets: Literal[1, 2] = Field(
+        2,
+        description="copies of the weights in memory; 2: new weights arrive during decoding, 1: decoding pauses for"
+        " them, and after a failed update the engine waits for the next version",
     )
 
 
@@ -104,7 +106,7 @@ class HttpEngineConfig(EngineOptions):
 
 
 class OwnEngineConfig(OwnSection, EngineOptions):
-    """Your own class with the members of midflight.protocols.Generator."""
+    """Your own class with the members of midflight.protocols.LocalEngine."""
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | HttpEngineConfig | OwnEngineConfig, ByType(keeps=True)]

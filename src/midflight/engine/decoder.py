@@ -21,7 +21,7 @@ from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.linear import Linear, make_linear
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
+from midflight.engine.weight_sets import WeightSets, Writer, weight_sets
 
 # Rows of the embedding and the output head that an update copies at a time.
 _VOCAB_BLOCK = 8192
@@ -104,7 +104,7 @@ class DecoderWeights:
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
     ) -> None:
         self.writers: dict[str, list[Writer]] = {}
-        self.finishers: list[Callable[[], None]] = []
+        self._matrices: list[Linear] = []
         hidden, vocab_size = shape.hidden_size, shape.model.vocab_size
 
         def empty(*size: int) -> Tensor:
@@ -112,7 +112,7 @@ class DecoderWeights:
 
         def linear(num_in: int, num_out: int) -> Linear:
             matrix = make_linear(num_in, num_out, dtype, device, kernels)
-            self.finishers.append(matrix.finish)
+            self._matrices.append(matrix)
             return matrix
 
         self.final_norm = empty(hidden)
@@ -126,6 +126,10 @@ class DecoderWeights:
         else:
             self.writers |= {"model.embed_tokens.weight": write_embedding, "lm_head.weight": write_head}
         self.layers = [self._layer(f"model.layers.{i}.", shape, empty, linear) for i in range(shape.model.num_layers)]
+
+    def begin(self) -> None:
+        for matrix in self._matrices:
+            matrix.begin()
 
     def _layer(
         self, prefix: str, shape: DecoderShape, empty: Callable[..., Tensor], linear: Callable[[int, int], Linear]
@@ -177,7 +181,7 @@ def _split(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Writer]:
     return {name: linear.writer(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
-class Decoder(UpdatedInFlight[DecoderWeights]):
+class Decoder:
     """Implements EngineModel with fused weights. Computes in `dtype`; updates must have the dtype of `weights`."""
 
     def __init__(
@@ -189,16 +193,21 @@ class Decoder(UpdatedInFlight[DecoderWeights]):
         dtype: torch.dtype,
         device: torch.device,
         kernels: ReferenceKernels | None = None,
+        num_weight_sets: int = 2,
     ) -> None:
         self._decoder_shape, self.shape = shape, shape.model
         self.dtype, self.device = dtype, device
         self.kernels = kernels or best_kernels(shape.model, dtype, device)
-        self._sets = WeightSets(lambda: DecoderWeights(shape, dtype, device, self.kernels), weights)
+
+        def make() -> DecoderWeights:
+            return DecoderWeights(shape, dtype, device, self.kernels)
+
+        self.weights: WeightSets[DecoderWeights] = weight_sets(num_weight_sets, make(), weights, device, make)
         self._rope = _rope_tables(shape, max_length, device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        kernels, weights, eps = self.kernels, self._sets.active, self._decoder_shape.norm_eps
+        kernels, weights, eps = self.kernels, self.weights.active, self._decoder_shape.norm_eps
         scale = self.shape.head_dim**-0.5
         x = F.embedding(batch.token_ids, weights.embedding)
         for layer, kv in zip(weights.layers, cache.layers, strict=True):

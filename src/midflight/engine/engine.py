@@ -1,13 +1,13 @@
 """Continuous batching with in-flight weight updates, in one process, over PyTorch.
 
-`step()` = adopt new weights, if any -> schedule -> run -> sample -> record. New weights take effect between two steps:
-sequences in flight keep their tokens, keys and values, and continue. Every token is recorded with the weight version
-that sampled it.
+`step()` = adopt staged weights, if asked for -> schedule -> run -> sample -> record. Another thread stages new weights
+meanwhile, and they take effect between two steps: sequences in flight keep their tokens, keys and values, and continue.
+Every token is recorded with the weight version that sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,8 @@ from midflight.engine.plan import Batch, StepPlan
 from midflight.engine.running_batch import MAX_STOP_TOKENS, RunningBatch, StopRules
 from midflight.engine.sampler import score, truncate
 from midflight.engine.scheduler import Scheduler
-from midflight.errors import ModelError, NonFiniteWeightsError, RequestError, WeightUpdateError
+from midflight.errors import ModelError, RequestError
+from midflight.protocols import IncomingWeights
 from midflight.types import TEMPERATURES, Completion, GeneratedTokens, GenerationRequest, Int64Array, RolloutId
 
 
@@ -35,7 +36,6 @@ class EngineLimits:
     max_new_tokens: int
     max_batched_tokens: int = 512  # decode and prefill tokens in one step
     kv_cache_bytes: int | None = None  # None: enough for every slot at its maximum length
-    max_update_pause_s: float | None = None  # longest copy of new weights between two steps; None: copy all at once
     max_total_tokens: int | None = None  # prompt and response together; None: the sum of their limits
 
     @property
@@ -45,10 +45,14 @@ class EngineLimits:
 
 
 class Engine:
-    """Implements Generator over an EngineModel.
+    """Implements LocalEngine over an EngineModel.
 
     After a weight update, sequences in flight keep their keys and values. If `recompute_kv`, the new weights compute
-    them again from the tokens. The prefix cache is always emptied.
+    them again from the tokens. The prefix cache is emptied. An update with the same content changes the number only.
+
+    A model with one set of weights pauses: `step` returns no tokens while `stage` replaces the weights, and uses them
+    as soon as they are complete, whether adopted or not. If this fails, the engine has no weights. `step` then raises
+    WeightUpdateError once, and samples nothing until the next complete version.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class Engine:
                 f" context of {shape.max_positions}; lower one of the two limits"
             )
         self._model: EngineModel = model
-        self._limits, self._version, self._recompute_kv = limits, version, recompute_kv
+        self._limits, self._recompute_kv = limits, recompute_kv
+        self._weights, self._num_changes = model.weights, model.weights.num_changes
+        self._weights.set_first_version(version)
         max_pages = -(-limits.max_length // PAGE_SIZE)
         # Plus the scratch page, which is never allocated to a sequence.
         num_pages = limits.max_num_seqs * max_pages + 1
@@ -93,11 +99,10 @@ class Engine:
         pool: PagePool[Tensor] = PagePool(num_pages, PAGE_SIZE)
         max_scored_tokens = max(1, _MAX_SCORED_LOGITS // shape.vocab_size)
         self._scheduler = Scheduler(self._running, pool, limits.max_batched_tokens, prefix_caching, max_scored_tokens)
-        self._pending_version: int | None = None
 
     @property
     def weight_version(self) -> int:
-        return self._version
+        return self._weights.version
 
     @property
     def num_in_flight(self) -> int:
@@ -117,10 +122,6 @@ class Engine:
         """The dtype of the forward pass and the KV cache."""
         return self._model.dtype
 
-    @property
-    def update_pending(self) -> bool:
-        return self._pending_version is not None
-
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         seen: set[RolloutId] = set()
         for request in requests:
@@ -137,23 +138,30 @@ class Engine:
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         return self._scheduler.abort(rollout_ids)
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        if self.update_pending:
-            raise WeightUpdateError(
-                f"version {version} came while version {self._pending_version} is being adopted; step the engine until"
-                " `update_pending` is False"
-            )
-        # Versions never decrease along a sequence. An idle engine may go back: its run may have resumed from an older
-        # checkpoint.
-        if version < self._version and self.num_in_flight:
-            raise WeightUpdateError(f"version {version} is older than version {self._version}, which serves")
-        self._model.begin_update(weights)
-        self._pending_version = version
-        self._adopt_weights()
+    def adopt(self, version: int) -> None:
+        self._weights.adopt(version)
+
+    def stage(self, incoming: IncomingWeights) -> None:
+        """Copy new weights to where a later step can adopt them; return when they are complete.
+
+        A second caller waits until the first one has ended. Weights of another lineage may have a lower version:
+        `adopt` accepts it once they are staged, and the engine uses them when nothing is in flight.
+        Raises: WeightUpdateError; see `WeightSets.stage`.
+        """
+        self._weights.stage(incoming)
 
     def step(self) -> list[Completion]:
-        if self.update_pending:
-            self._adopt_weights()
+        if not self._weights.begin_step(idle=not self.num_in_flight):
+            return []
+        try:
+            if self._num_changes != self._weights.num_changes:
+                self._num_changes = self._weights.num_changes
+                self._scheduler.weights_changed(self._recompute_kv)
+            return self._sample_step()
+        finally:
+            self._weights.end_step()
+
+    def _sample_step(self) -> list[Completion]:
         plan = self._scheduler.plan()
         if plan is None:
             return []
@@ -171,20 +179,7 @@ class Engine:
         if len(plan.sampled_slots):  # none if the step has only unfinished prefills
             drawn, drawn_logprobs = self._sample(plan, logits)
             token_ids, logprobs = drawn.cpu().numpy().astype(np.int32), drawn_logprobs.cpu().numpy()
-        return self._scheduler.record(plan, logits, token_ids, logprobs, scores, self._version)
-
-    def _adopt_weights(self) -> None:
-        # An idle engine copies everything at once: no sequence has to wait.
-        budget_s = self._limits.max_update_pause_s if self.num_in_flight else None
-        try:
-            is_done = self._model.continue_update(budget_s)
-        except NonFiniteWeightsError as error:
-            version, self._pending_version = self._pending_version, None
-            raise NonFiniteWeightsError(f"version {version} of the weights is refused: {error}") from error
-        if is_done:
-            assert self._pending_version is not None
-            self._version, self._pending_version = self._pending_version, None
-            self._scheduler.weights_changed(self._recompute_kv)
+        return self._scheduler.record(plan, logits, token_ids, logprobs, scores, self.weight_version)
 
     @torch.inference_mode()
     def _score(self, plan: StepPlan, logits: Tensor) -> Tensor:

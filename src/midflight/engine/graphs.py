@@ -6,7 +6,7 @@ number of sequences is rounded up to one of a few buckets, and each of the two w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,8 @@ def capture_cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Another thread may copy new weights meanwhile, which the default mode would take for an error of the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         logits = run()
 
     def replay() -> Tensor:
@@ -63,23 +64,14 @@ class GraphedModel:
         self._model, self._max_pages, self._capture = model, max_pages, capture
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self.shape, self.dtype, self.device, self.kernels = model.shape, model.dtype, model.device, model.kernels
-
-    @property
-    def weight_set(self) -> int:
-        return self._model.weight_set
-
-    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
-        self._model.begin_update(weights)
-
-    def continue_update(self, budget_s: float | None) -> bool:
-        return self._model.continue_update(budget_s)
+        self.weights = model.weights
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         if batch.chunks:
             return self._model.forward(batch, cache)
         bucket = bucket_of(batch.num_decode)
-        key = (self._model.weight_set, bucket)
+        key = (self.weights.index, bucket)
         if key not in self._graphs:
             inputs = self._static_inputs(bucket)
             _fill(inputs, batch)

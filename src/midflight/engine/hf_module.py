@@ -6,8 +6,9 @@ can load.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import UpdatedInFlight, WeightSets, Writer
+from midflight.engine.weight_sets import WeightSets, Writer, weight_sets
 from midflight.errors import ModelError
 
 PAGED_ATTENTION = "midflight_paged"
@@ -80,17 +81,16 @@ def paged_attention(
 class ModuleWeights:
     """Implements WeightSet: one instance of the module, with writers for its parameters."""
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels) -> None:
-        self.module = module_of(config, dtype).to(device).requires_grad_(False)
+    def __init__(self, module: Any, kernels: ReferenceKernels) -> None:
+        self.module, self._kernels = module.requires_grad_(False), kernels
         embeddings = {id(layer.weight) for layer in self.module.modules() if isinstance(layer, nn.Embedding)}
         matrices = {}
-        if device.type == "cpu":
+        if next(self.module.parameters()).device.type == "cpu":
             for layer in self.module.modules():
                 if isinstance(layer, nn.Linear) and id(layer.weight) not in embeddings:
                     # Stored as [in, out] behind a transposed view; linear.py says why.
                     layer.weight.data = layer.weight.data.t().contiguous().t()
                     matrices[id(layer.weight)] = layer.weight
-        self.finishers: list[Callable[[], None]] = []
         self.writers: dict[str, list[Writer]] = {
             name: [
                 functools.partial(kernels.linear_layout, out=parameter.data.t())
@@ -100,8 +100,20 @@ class ModuleWeights:
             for name, parameter in self.module.named_parameters()
         }
 
+    def begin(self) -> None:
+        pass
 
-class HfModule(UpdatedInFlight[ModuleWeights]):
+    def another(self) -> ModuleWeights:
+        """Allocate a second set.
+
+        Copies the module: to create one from its config would change torch's default dtype, which all threads share.
+        """
+        empty = {id(parameter): torch.empty_like(parameter) for parameter in self.module.parameters()}
+        memo = {key: nn.Parameter(values, requires_grad=False) for key, values in empty.items()}
+        return ModuleWeights(copy.deepcopy(self.module, memo), self._kernels)
+
+
+class HfModule:
     """Implements EngineModel with a module created from `config`. Computes in `dtype`."""
 
     def __init__(
@@ -112,15 +124,17 @@ class HfModule(UpdatedInFlight[ModuleWeights]):
         dtype: torch.dtype,
         device: torch.device,
         kernels: ReferenceKernels | None = None,
+        num_weight_sets: int = 2,
     ) -> None:
         self.shape = module_shape(config)
         self.dtype, self.device = dtype, device
         self.kernels = kernels or best_kernels(self.shape, dtype, device)
-        self._sets = WeightSets(lambda: ModuleWeights(config, dtype, device, self.kernels), weights)
+        first = ModuleWeights(module_of(config, dtype).to(device), self.kernels)
+        self.weights: WeightSets[ModuleWeights] = weight_sets(num_weight_sets, first, weights, device, first.another)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return run_module(self._sets.active.module, PagedContext(batch, cache, self.kernels))
+        return run_module(self.weights.active.module, PagedContext(batch, cache, self.kernels))
 
 
 def module_of(config: Any, dtype: torch.dtype) -> Any:

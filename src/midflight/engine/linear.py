@@ -28,8 +28,8 @@ class Linear(Protocol):
         """Return a writer that stores a Hugging Face weight [stop - start, in] as output features `start` to `stop`."""
         ...
 
-    def finish(self) -> None:
-        """Prepare the matrix for use after all features have been written."""
+    def begin(self) -> None:
+        """Prepare to write all features anew."""
         ...
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ class TransposedLinear:
         target = self._weight[:, start:stop]
         return lambda weight: self._kernels.linear_layout(weight, target)
 
-    def finish(self) -> None:
+    def begin(self) -> None:
         pass
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,12 +77,19 @@ class PackedLinear:
     def __init__(self, num_in: int, num_out: int) -> None:
         self._weight = torch.empty(num_out, num_in)
         self._packed: Tensor | None = None
+        self._num_missing = num_out  # features to write before the matrix can be packed
+
+    def begin(self) -> None:
+        self._num_missing = len(self._weight)
 
     def writer(self, start: int, stop: int) -> Writer:
-        return self._weight[start:stop].copy_
+        def write(weight: Tensor) -> None:
+            self._weight[start:stop].copy_(weight)
+            self._num_missing -= stop - start
+            if not self._num_missing:
+                self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, _EXPECTED_ROWS)
 
-    def finish(self) -> None:
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, _EXPECTED_ROWS)
+        return write
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) == 1:  # the packed format does not speed up a matrix-vector product

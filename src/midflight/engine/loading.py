@@ -27,18 +27,28 @@ def engine_model(
     device: torch.device | str = "cpu",
     kernels: ReferenceKernels | None = None,
     fused: bool = True,
+    num_weight_sets: int = 2,
 ) -> EngineModel:
     """Build the fused decoder if it supports the model family, else the model's own module.
 
     `dtype`: dtype of the computation; None: the dtype of the weights, but float32 for bfloat16 weights on a CPU without
-    bfloat16 instructions. `fused = False`: always use the model's own module.
+    bfloat16 instructions. `fused = False`: always use the model's own module. `num_weight_sets`: 2 to replace weights
+    while the engine samples, 1 to save memory.
     """
     device = torch.device(device)
     dtype = dtype or natural_dtype(next(iter(weights.values())).dtype, device)
     shape = DecoderShape.from_hf_config(config) if fused else None
     if shape is None:
-        return HfModule(config, weights, dtype=dtype, device=device, kernels=kernels)
-    return Decoder(shape, weights, max_length=max_length, dtype=dtype, device=device, kernels=kernels)
+        return HfModule(config, weights, dtype=dtype, device=device, kernels=kernels, num_weight_sets=num_weight_sets)
+    return Decoder(
+        shape,
+        weights,
+        max_length=max_length,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        num_weight_sets=num_weight_sets,
+    )
 
 
 def check_engine_runs(config: Any) -> None:

@@ -1,10 +1,9 @@
-"""The model protocol of the engine: logits for the tokens of a step, and weights that can be replaced between steps."""
+"""The model protocol of the engine: logits for the tokens of a step, and weights that another thread can replace."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from midflight.engine.cache import KVCache
 from midflight.engine.kernels.cpu import cpu_kernels
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.plan import Batch
+from midflight.engine.weight_sets import WeightSets
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +34,12 @@ class EngineModel(Protocol):
     dtype: torch.dtype
     device: torch.device
     kernels: ReferenceKernels
+    weights: WeightSets[Any]
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Run the tokens of the batch and cache their keys and values.
 
         Shapes: -> float32 logits [len(batch.logits_index), V].
-        """
-        ...
-
-    @property
-    def weight_set(self) -> int:
-        """Index of the set of weight tensors that `forward` reads now, 0 or 1."""
-        ...
-
-    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
-        """Start an update; the tensors must not change until it has ended.
-
-        Raises: WeightUpdateError if a name, shape or dtype does not fit, or an update is pending.
-        """
-        ...
-
-    def continue_update(self, budget_s: float | None) -> bool:
-        """Copy weights for about `budget_s` seconds (None: to the end); return True once the new weights are active.
-
-        Raises: NonFiniteWeightsError naming the tensor; the update is then canceled, and the old weights stay active.
         """
         ...
 

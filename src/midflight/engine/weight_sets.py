@@ -1,26 +1,36 @@
-"""Two sets of weights: the active set is used while an update fills the idle set, then the two sets are swapped.
+"""Weights of an engine that one thread replaces while another thread samples with them.
 
-Therefore no token is sampled from a mixture of versions, and a failed update changes nothing. Filling can be spread
-over several steps, which keeps the pause of an update short for a model of any size. Every tensor is checked for NaN
-and infinity just before it is copied.
+Two sets (`TwoWeightSets`): `stage` fills the idle set while steps use the active set; a later step swaps the two sets.
+One set (`OneWeightSet`): `stage` overwrites the weights between two steps, and steps pause meanwhile.
+
+No token is sampled from a mixture of versions. Every tensor is checked for its name, shape, dtype and finite values
+just before it is copied.
+
+Threads: any thread may call `stage` and `adopt`. One thread calls `begin_step` and `end_step`, and uses `active` and
+`index` between the two.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from midflight.errors import NonFiniteWeightsError, WeightUpdateError
+from midflight.protocols import IncomingWeights
 
 Writer = Callable[[Tensor], object]
 # Number of elements that are checked at a time.
 _CHECKED_ELEMENTS = 1 << 22
+# Longest wait of a step for weights in use by `stage`, so that its thread can serve other calls (seconds).
+_PAUSE_S = 0.05
 
 
 class WeightSet(Protocol):
@@ -31,100 +41,275 @@ class WeightSet(Protocol):
         """Functions that copy a tensor into the set, one part each, by Hugging Face parameter name."""
         ...
 
-    @property
-    def finishers(self) -> Sequence[Callable[[], None]]:
-        """Functions to call after all tensors have been copied."""
+    def begin(self) -> None:
+        """Prepare to be filled. A fill that stopped halfway leaves nothing behind."""
         ...
 
 
 Weights = TypeVar("Weights", bound=WeightSet)
 
 
-class WeightSets(Generic[Weights]):
-    """The active and the idle set; every update must have the names, shapes and dtypes of the first weights.
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The version of the weights in a set, and the content that tells equal tensors."""
 
+    version: int
+    content: int
+    lineage: str = ""
+
+    def has_tensors_of(self, other: Label) -> bool:
+        """Return True if the tensors of both labels are equal."""
+        return (self.content, self.lineage) == (other.content, other.lineage)
+
+
+class WeightSets(ABC, Generic[Weights]):
+    """The weights that steps use, and their replacement; every version must have the names, shapes and dtypes of the
+    first weights.
+
+    `active`: the weights for this step.
+    `index`: number of the active set, 0 or 1.
+    `num_changes`: number of times that a step began with other tensors than the step before.
     Raises: WeightUpdateError if the first weights lack a name, have an unknown name, or are not finite.
     """
 
-    def __init__(self, make: Callable[[], Weights], weights: Mapping[str, Tensor]) -> None:
-        self._make = make
-        self.active = make()
-        self._idle: Weights | None = None  # allocated at the first update: a server with fixed weights needs one set
+    def __init__(self, first: Weights, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        self.active, self.index, self.num_changes = first, 0, 0
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-        self._remaining: Iterator[Callable[[], object]] | None = None
-        self.num_swaps = 0
-        _check_names(self.active.writers.keys(), weights.keys())
-        for step in _fill_steps(self.active, weights):
-            step()
+        self._label = Label(0, 0)
+        self._wanted: int | None = None
+        self._one_stage = threading.Lock()
+        self._changed = threading.Condition()  # guards the label, the wish and what is staged
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        unknown, missing = sorted(weights.keys() - first.writers), sorted(first.writers.keys() - weights.keys())
+        if unknown or missing:
+            raise WeightUpdateError(
+                f"weight names do not match: missing {missing or 'none'}, unknown {unknown or 'none'}"
+            )
+        first.begin()
+        for name, tensor in weights.items():
+            _write(first, name, tensor)
 
     @property
-    def pending(self) -> bool:
-        """True while an update has begun and not ended."""
-        return self._remaining is not None
+    def version(self) -> int:
+        """Version of the weights in use."""
+        return self._label.version
 
-    def begin(self, weights: Mapping[str, Tensor]) -> None:
-        """Start an update.
+    def set_first_version(self, version: int) -> None:
+        """Give the first weights their version."""
+        self._label = Label(version, version)
 
-        Raises: WeightUpdateError if a name, shape or dtype does not fit, or an update is pending.
+    def adopt(self, version: int) -> None:
+        """Ask for this version or a newer one; no effect if the version is not newer.
+
+        If weights of another lineage are staged, `version` counts in their lineage and replaces an older wish.
         """
-        if self.pending:
-            raise WeightUpdateError("another weight update is pending; wait until it has ended")
-        _check_names(self._expected.keys(), weights.keys())
-        for name, (shape, dtype) in self._expected.items():
-            new = weights[name]
-            if new.shape != shape or new.dtype != dtype:
-                raise WeightUpdateError(f"{name}: expected {tuple(shape)} {dtype}, got {tuple(new.shape)} {new.dtype}")
-        if self._idle is None:
-            self._idle = self._make()
-        self._remaining = iter(_fill_steps(self._idle, weights))
+        with self._changed:
+            if self._other_lineage() or version > max(self._label.version, self._wanted or 0):
+                self._wanted = version
 
-    @torch.inference_mode()
-    def proceed(self, budget_s: float | None) -> bool:
-        """Copy weights for about `budget_s` seconds (None: to the end); return True once the sets are swapped.
+    def stage(self, incoming: IncomingWeights) -> None:
+        """Take new weights; return when they are complete. If another thread stages already, wait for its end.
 
-        Every call makes at least one step.
-        Raises: NonFiniteWeightsError naming the tensor; the update is then canceled, and `active` stays as it is.
+        On CUDA, `incoming.tensors` runs with the stream of this method as the current stream.
+        Raises: WeightUpdateError, NonFiniteWeightsError naming the tensor; then the rest of `incoming.tensors` has been
+        taken, unless it raised an error itself. An error of `incoming.tensors` replaces every other error.
         """
-        assert self._remaining is not None, "no update has begun"
-        assert self._idle is not None
-        deadline = None if budget_s is None else time.perf_counter() + budget_s
-        for step in self._remaining:
+        label = Label(incoming.version, incoming.content, incoming.lineage)
+        with self._one_stage:
+            if not self._relabel(label):
+                self._replace(label, incoming.tensors)
+
+    @abstractmethod
+    def begin_step(self, idle: bool) -> bool:
+        """Adopt staged weights if they are due; return False if there are no weights to sample with.
+
+        `idle`: no sequence is in flight, so the version may go back to that of another lineage.
+        Raises: WeightUpdateError once if the only weights were lost in a failed update.
+        """
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Release the weights; called after every `begin_step` that returned True."""
+
+    @abstractmethod
+    def _other_lineage(self) -> bool: ...
+
+    @abstractmethod
+    def _relabel(self, label: Label) -> bool:
+        """Stage the label alone if a set has its tensors already; return False if not."""
+
+    @abstractmethod
+    def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def _fill(self, target: Weights, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        target.begin()
+        with self._on_stream():
+            iterator = iter(tensors)
             try:
-                step()
-            except NonFiniteWeightsError:
-                self._remaining = None
-                raise
-            if deadline is not None and time.perf_counter() >= deadline:
-                return False
-        self.active, self._idle = self._idle, self.active
-        self._remaining = None
-        self.num_swaps += 1
+                self._write_all(target, iterator)
+            except WeightUpdateError as error:
+                for _ in iterator:  # a collective receive must end, and it may know a better reason
+                    pass
+                raise type(error)(f"version {label.version} of the weights is refused: {error}") from error
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _write_all(self, target: Weights, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        missing = set(self._expected)
+        for name, tensor in tensors:
+            if name not in missing:
+                known = name in self._expected
+                raise WeightUpdateError(f"{name} came twice" if known else f"the engine has no weight {name}")
+            shape, dtype = self._expected[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise WeightUpdateError(
+                    f"{name}: expected {tuple(shape)} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            _write(target, name, tensor)
+            missing.discard(name)
+            if self._stream is not None:
+                self._stream.synchronize()  # the sender of the tensors may overwrite this one from now on
+        if missing:
+            raise WeightUpdateError(f"weights are missing: {sorted(missing)}")
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        # Steps may still read the set that is filled now.
+        self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+
+class TwoWeightSets(WeightSets[Weights]):
+    """Replacement without a pause. `make` allocates the second set at the first update: fixed weights need one set."""
+
+    def __init__(
+        self, first: Weights, weights: Mapping[str, Tensor], device: torch.device, make: Callable[[], Weights]
+    ) -> None:
+        super().__init__(first, weights, device)
+        self._make = make
+        self._idle: Weights | None = None
+        self._idle_label: Label | None = None  # None: incomplete
+        self._staged: Label | None = None  # tensors in the active or in the idle set
+
+    def begin_step(self, idle: bool) -> bool:
+        with self._changed:
+            staged = self._staged
+            if staged is None or self._wanted is None or staged.version < self._wanted:
+                return True
+            if staged.version < self._label.version and not idle:
+                return True
+            if not staged.has_tensors_of(self._label):
+                assert self._idle is not None
+                self.active, self._idle = self._idle, self.active
+                self._idle_label, self.index = self._label, 1 - self.index
+                self.num_changes += 1
+            self._label, self._staged, self._wanted = staged, None, None
         return True
 
+    def end_step(self) -> None:
+        pass
 
-class UpdatedInFlight(Generic[Weights]):
-    """The weight update methods of an EngineModel."""
+    def _other_lineage(self) -> bool:
+        return self._staged is not None and self._staged.lineage != self._label.lineage
 
-    _sets: WeightSets[Weights]
+    def _relabel(self, label: Label) -> bool:
+        with self._changed:
+            if not any(known and label.has_tensors_of(known) for known in (self._label, self._idle_label)):
+                return False
+            self._staged = label
+            return True
 
-    @property
-    def weight_set(self) -> int:
-        return self._sets.num_swaps % 2
+    def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._changed:
+            self._staged = self._idle_label = None
+        if self._idle is None:
+            self._idle = self._make()
+        self._fill(self._idle, label, tensors)
+        with self._changed:
+            self._staged = self._idle_label = label
 
-    def begin_update(self, weights: Mapping[str, Tensor]) -> None:
-        self._sets.begin(weights)
 
-    def continue_update(self, budget_s: float | None) -> bool:
-        return self._sets.proceed(budget_s)
+class OneWeightSet(WeightSets[Weights]):
+    """Replacement with a pause, for models of which two sets do not fit.
+
+    Staged weights are in use as soon as they are complete, also if nobody has asked for their version yet. After a
+    failed update there are no weights: nothing is sampled until the next complete version.
+    """
+
+    def __init__(self, first: Weights, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        super().__init__(first, weights, device)
+        self._stepping = self._replacing = False
+        self._lost: WeightUpdateError | None = None  # set when an update fails; raised by the next step
+        self._usable = True
+        self._replaced = False
+
+    def begin_step(self, idle: bool) -> bool:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_ready() or self._lost is not None, _PAUSE_S):
+                return False
+            if self._lost is not None:
+                error, self._lost = self._lost, None
+                raise error
+            self.num_changes += self._replaced
+            self._replaced, self._stepping = False, True
+            return True
+
+    def end_step(self) -> None:
+        with self._changed:
+            self._stepping = False
+            self._changed.notify_all()
+
+    def _is_ready(self) -> bool:
+        return self._usable and not self._replacing
+
+    def _other_lineage(self) -> bool:
+        return False
+
+    def _relabel(self, label: Label) -> bool:
+        with self._changed:
+            if not (self._usable and label.has_tensors_of(self._label)):
+                return False
+            self._label = label
+            return True
+
+    def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._changed:
+            self._replacing = True
+            self._changed.wait_for(lambda: not self._stepping)
+        complete = False
+        try:
+            self._fill(self.active, label, tensors)
+            complete = True
+        finally:
+            with self._changed:
+                self._replacing, self._usable = False, complete
+                if complete:
+                    self._label, self._replaced, self._lost = label, True, None
+                else:
+                    self._lost = WeightUpdateError(
+                        f"the engine has no weights: the update to version {label.version} failed, and with"
+                        f" weight_sets = 1 it had overwritten version {self._label.version}; send a complete version"
+                    )
+                self._changed.notify_all()
 
 
-def _fill_steps(target: WeightSet, weights: Mapping[str, Tensor]) -> list[Callable[[], object]]:
-    """Return the steps that check these weights and copy them into the set, in order."""
-    steps: list[Callable[[], object]] = []
-    for name, tensor in weights.items():
-        steps += [functools.partial(_check_finite, name, part) for part in _parts(tensor)]
-        steps += [functools.partial(write, tensor) for write in target.writers[name]]
-    return [*steps, *target.finishers]
+def weight_sets(
+    num_sets: int, first: Weights, weights: Mapping[str, Tensor], device: torch.device, make: Callable[[], Weights]
+) -> WeightSets[Weights]:
+    """Fill the first set and return one or two sets; `make` allocates the second one."""
+    return OneWeightSet(first, weights, device) if num_sets == 1 else TwoWeightSets(first, weights, device, make)
+
+
+@torch.inference_mode()
+def _write(target: WeightSet, name: str, tensor: Tensor) -> None:
+    """Check a tensor and copy it. Raises: NonFiniteWeightsError."""
+    for part in _parts(tensor):
+        # The minimum and maximum propagate NaN, at a tenth of the cost of `isfinite`.
+        if part.numel() and not all(map(math.isfinite, part.aminmax())):
+            raise NonFiniteWeightsError(f"{name} has NaN or infinite values")
+    for write in target.writers[name]:
+        write(tensor)
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -132,19 +317,3 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     if not tensor.dim() or not tensor.numel():
         return [tensor]
     return torch.split(tensor, max(1, _CHECKED_ELEMENTS // tensor[0].numel()))
-
-
-def _check_finite(name: str, part: Tensor) -> None:
-    """Check one part of a tensor.
-
-    Raises: NonFiniteWeightsError.
-    """
-    # The minimum and maximum propagate NaN, at a tenth of the cost of `isfinite`.
-    if part.numel() and not all(map(math.isfinite, part.aminmax())):
-        raise NonFiniteWeightsError(f"{name} has NaN or infinite values")
-
-
-def _check_names(expected: Set[str], given: Set[str]) -> None:
-    unknown, missing = sorted(given - expected), sorted(expected - given)
-    if unknown or missing:
-        raise WeightUpdateError(f"weight names do not match: missing {missing or 'none'}, unknown {unknown or 'none'}")

@@ -13,11 +13,11 @@ from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import engine_model
 from midflight.engine.running_batch import StopRules
 from midflight.launch.importing import Joint, keys_of, own_options
-from midflight.protocols import Generator
+from midflight.protocols import LocalEngine
 
 _EMBEDDED = "midflight.launch.engines:embedded_engine"
 # With `http`, servers generate for a run. Each server and every evaluation still has its own embedded engine.
-ENGINES: Joint[Generator] = Joint("engine.type", {"embedded": _EMBEDDED, "http": _EMBEDDED}, Generator)
+ENGINES: Joint[LocalEngine] = Joint("engine.type", {"embedded": _EMBEDDED, "http": _EMBEDDED}, LocalEngine)
 
 
 def build_engine(
@@ -30,7 +30,7 @@ def build_engine(
     max_new_tokens: int | None = None,
     max_total_tokens: int | None = None,
     stop_rules: StopRules | None = None,
-) -> Generator:
+) -> LocalEngine:
     """Return the engine; `config` is the model's Hugging Face configuration.
 
     `stop_rules`: for requests with stop strings; without them, callers must cut responses.
@@ -76,7 +76,7 @@ def embedded_engine(
     max_new_tokens: int,
     max_batched_tokens: int,
     kv_cache_mib: int | None,
-    max_update_pause_s: float,
+    weight_sets: int,
     dtype: Literal["auto", "float32", "bfloat16"],
     device: str,
     recompute_kv: bool,
@@ -84,14 +84,13 @@ def embedded_engine(
     max_total_tokens: int | None = None,
     stop_rules: StopRules | None = None,
 ) -> Engine:
-    """Return the embedded engine. The arguments are described at `midflight.protocols.Generator`."""
+    """Return the embedded engine. The arguments are described at `midflight.protocols.LocalEngine`."""
     limits = EngineLimits(
         max_num_seqs=max_num_seqs,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         max_batched_tokens=max_batched_tokens,
         kv_cache_bytes=None if kv_cache_mib is None else kv_cache_mib << 20,
-        max_update_pause_s=max_update_pause_s,
         max_total_tokens=max_total_tokens,
     )
     model = engine_model(
@@ -100,6 +99,7 @@ def embedded_engine(
         max_length=limits.max_length,
         dtype=None if dtype == "auto" else getattr(torch, dtype),
         device=device,
+        num_weight_sets=weight_sets,
     )
     return Engine(
         model,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -26,6 +28,7 @@ from midflight.engine.loading import engine_model
 from midflight.engine.running_batch import StopRules
 from midflight.models.attention import register_packed_attention
 from midflight.models.loading import weights_of
+from midflight.protocols import IncomingWeights, LocalEngine
 
 VOCAB_SIZE = 44
 
@@ -81,3 +84,9 @@ def tiny_engine(
     runner = engine_model(model.config, weights_of(model), max_length=32 + max_new_tokens, kernels=kernels, fused=fused)
     bounds = EngineLimits(max_num_seqs=max_num_seqs, max_prompt_tokens=32, max_new_tokens=max_new_tokens, **limits)
     return Engine(runner, bounds, version=version, recompute_kv=recompute_kv, stop_rules=stop_rules)
+
+
+def stage_and_adopt(engine: LocalEngine, version: int, weights: Mapping[str, Tensor]) -> None:
+    """Let the next step of an engine sample with these weights."""
+    engine.stage(IncomingWeights(version, version, weights.items()))
+    engine.adopt(version)

@@ -10,7 +10,7 @@ import torch
 
 from midflight.errors import ModelError, RequestError, WeightUpdateError
 from midflight.models.loading import weights_of
-from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.testing.tiny_models import stage_and_adopt, tiny_engine, tiny_model
 from midflight.types import GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
 
 FOUR_TOKENS, NO_TOKENS = SamplingParams(4), SamplingParams(0)
@@ -90,7 +90,7 @@ def test_invalid_update_keeps_the_old_weights() -> None:
         generator.add([request([2, 3, 4], SamplingParams(24))])
     for weights in broken:
         with pytest.raises(WeightUpdateError, match=r"down_proj|model\.extra"):
-            engine.update_weights(1, weights)
+            stage_and_adopt(engine, 1, weights)
         engine.step()
         undisturbed.step()
     (kept,), (expected,) = engine.abort([RolloutId(0)]), undisturbed.abort([RolloutId(0)])

@@ -31,7 +31,7 @@ from midflight.models.policy import PackedPolicy
 from midflight.models.smollm2 import smollm2_directory
 from midflight.preprocess.packing import pack
 from midflight.protocols import TrainerBackend
-from midflight.testing.tiny_models import tiny_model
+from midflight.testing.tiny_models import stage_and_adopt, tiny_model
 from midflight.trainer.single import SingleProcessTrainer
 from midflight.types import GenerationRequest, Microbatch, RolloutId, SamplingParams, Trajectory
 from midflight.weights.null_sender import NullSender
@@ -210,7 +210,7 @@ def test_engine_is_within_a_tenth_of_its_tensors(family: str, tmp_path: Path) ->
         engine = Engine(runner, EngineLimits(max_num_seqs=16, max_prompt_tokens=32, max_new_tokens=96))
         sampling = SamplingParams(8, 1.0, (0,))
         engine.add([GenerationRequest(RolloutId(n), np.arange(1, 20, dtype=np.int32), sampling, 0) for n in range(16)])
-        engine.update_weights(1, weights)
+        stage_and_adopt(engine, 1, weights)
         while engine.num_in_flight:
             engine.step()
 

@@ -1,0 +1,85 @@
+"""An engine that takes its weights itself, from shared memory or files.
+
+A background thread stages the newest weights while `step` goes on with the old ones.
+
+    consumes       weights of a WeightReceiver, newest first
+    waits for      the background thread, in the last step of an update, or in the first step after an idle time
+    unblocked by   the end of `LocalEngine.stage`
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from midflight.engine.delegating import DelegatingGenerator
+from midflight.errors import WeightsReplacedError
+from midflight.protocols import LocalEngine, WeightReceiver
+from midflight.types import Completion
+
+
+class PullingGenerator(DelegatingGenerator):
+    """Implements Generator: `adopt` pulls the newest weights from a receiver into an engine.
+
+    An update is over within `max_steps` steps: the last of them waits for the tensors before it samples. If nothing was
+    in flight at `adopt`, the next step waits, so that later requests are sampled by the new weights only. A version
+    asked for during an update is pulled after the update. A failed update ends with an error in `step`, and the version
+    may be asked for again.
+    """
+
+    def __init__(self, engine: LocalEngine, receiver: WeightReceiver, max_steps: int = 8) -> None:
+        super().__init__(engine)
+        self._engine, self._receiver, self._max_steps = engine, receiver, max_steps
+        # One thread for all updates: every new thread would start its own threads for products.
+        self._thread = ThreadPoolExecutor(1, "stage-weights")
+        self._pull: Future[int] | None = None
+        self._wanted = self._asked = engine.weight_version  # newest wish; the wish at the start of the pull
+        self._must_wait = False  # the wanted version must come before the next token
+        self._steps_left = 0
+
+    def adopt(self, version: int) -> None:
+        if version <= max(self._wanted, self.weight_version):
+            return
+        self._wanted = version
+        self._must_wait |= not self.num_in_flight
+        if self._pull is None:
+            self._begin()
+
+    def step(self) -> list[Completion]:
+        self._steps_left -= 1
+        while self._pull and (self._must_wait or self._steps_left <= 0 or self._pull.done()):
+            version = self._end()
+            if self._must_wait and version < self._wanted:
+                self._begin()
+                continue
+            self._must_wait = False
+            self._engine.adopt(version)
+        completions = self._engine.step()
+        if self._pull is None and self._wanted > self.weight_version:
+            self._begin()
+        return completions
+
+    def _begin(self) -> None:
+        self._steps_left, self._asked = self._max_steps, self._wanted
+        self._pull = self._thread.submit(self._stage_newest)
+
+    def _end(self) -> int:
+        """Wait for the staged version and return it. Raises: the error that kept it from being complete."""
+        assert self._pull
+        pull, self._pull = self._pull, None
+        try:
+            version = pull.result()
+        except Exception:
+            self._wanted, self._must_wait = self.weight_version, False
+            raise
+        if version < self._asked == self._wanted:  # the sender has gone back, and the wish cannot be met
+            self._wanted = version
+        return version
+
+    def _stage_newest(self) -> int:
+        while True:
+            incoming = self._receiver.receive()
+            try:
+                self._engine.stage(incoming)
+            except WeightsReplacedError:
+                continue
+            return incoming.version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -242,14 +242,21 @@ class IncomingWeights:
 
     version: int  # optimizer steps
     content: int  # the version that changed the tensors last, at most `version`: a skipped step changes nothing
-    # Every tensor, valid until the next one is taken. Raises WeightsReplacedError at the end if the sender has
-    # overwritten a tensor meanwhile, and WeightUpdateError if the rest does not arrive.
+    # Every tensor, valid until the next one is taken. Raises WeightsReplacedError if the sender has overwritten one
+    # meanwhile, and WeightUpdateError if the rest does not arrive.
     tensors: Iterable[tuple[str, Tensor]]
     lineage: str = ""  # versions and contents of different lineages are not comparable
+    # Raises WeightsReplacedError if the sender has overwritten a tensor by now; for tensors in use after the last one.
+    check: Callable[[], object] = lambda: None
 
 
 class WeightSender(Protocol):
     """The trainer's end of the weight transport."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of tensors that have left the trainer so far."""
+        ...
 
     def announce(self, specs: Sequence[TensorSpec]) -> None: ...
 

@@ -15,7 +15,7 @@ class Rollouts(Protocol):
     def fleet(self) -> FleetView: ...
 
     def update_weights(self) -> None:
-        """Make the engines adopt the newest weights, unless an update is still pending."""
+        """Make the engines adopt the newest weights. An update may take several iterations."""
         ...
 
     def abort(self) -> None:

@@ -1,8 +1,8 @@
-"""The rollout loop: generate, adopt new weights in flight, hand over the groups of each batch.
+"""The rollout loop: generate, have new weights adopted in flight, hand over the groups of each batch.
 
-consumes       problems, grades, and weights from the trainer
-waits for      grades or new weights, when the schedule admits no rollout and nothing is in flight
-unblocked by   an answer of the grader, new weights from the trainer; a stop request within WAIT_SLICE_S
+consumes       problems, grades, and the numbers of the versions that the trainer publishes; never a tensor
+waits for      grades or a new version, when the schedule admits no rollout and nothing is in flight
+unblocked by   an answer of the grader, a new version of the trainer; a stop request within WAIT_SLICE_S
 makes wait     the trainer, when it has no batch
 """
 
@@ -19,7 +19,7 @@ from midflight.actor.partials import PartialBuffer
 from midflight.actor.rollout_stats import RolloutStats
 from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.errors import StreamError
-from midflight.protocols import Generator, Schedule, WeightReceiver
+from midflight.protocols import Generator, PublishedVersions, Schedule
 from midflight.tracing.spans import Tracer
 from midflight.types import BatchChoice, ChosenBatch, FleetView
 
@@ -79,7 +79,7 @@ class RolloutLoop:
         actor: Actor,
         generator: Generator,
         schedule: Schedule,
-        receiver: WeightReceiver,
+        versions: PublishedVersions,
         sink: BatchSink,
         tracer: Tracer,
         partials: PartialBuffer | None = None,
@@ -93,20 +93,21 @@ class RolloutLoop:
         self._actor = actor
         self._generator = generator
         self._schedule = schedule
-        self._receiver = receiver
+        self._versions = versions
         self._sink = sink
         self._tracer = tracer
         self._partials = partials
         self._intervals = intervals
         self._evaluation = evaluation
         self._newest = 0  # newest version of the weights, as of this iteration
+        self._asked = generator.weight_version  # the newest version that the generator was asked to adopt
         self._next_grades_s = self._next_save_s = 0.0
         self._stats = RolloutStats(tracer, actor.state)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Run iterations until `should_stop()` is true."""
         while not should_stop():
-            newest = self._receiver.newest_version()
+            newest = self._versions.newest_version()
             assert newest is not None, "the trainer publishes its first weights before the loop starts"
             # After a restart, the trainer publishes versions again that the engines already have.
             self.iteration(max(newest, self._generator.weight_version))
@@ -119,7 +120,7 @@ class RolloutLoop:
         """Run one iteration and the chores that are due; `newest` is the newest version of the weights."""
         self._newest = newest
         handed_over = iterate(self._schedule, self._actor.ledger, self)
-        if self._evaluation and not self._generator.update_pending:
+        if self._evaluation and not self._update_pending:
             self._evaluation.step(self._generator.weight_version)
         if (now_s := time.monotonic()) >= self._next_save_s:
             self._save()
@@ -128,7 +129,9 @@ class RolloutLoop:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for grades or new weights, unless the schedule has rollouts to start."""
+        """Wait for grades or a new version, unless the schedule has rollouts to start or an update is going on."""
+        if self._update_pending:
+            return
         if self._actor.num_ungraded:
             with self._tracer.span("grade"):
                 self._actor.collect_grades(WAIT_SLICE_S)
@@ -137,7 +140,7 @@ class RolloutLoop:
                 self._evaluation.step(self._generator.weight_version, WAIT_SLICE_S)
         elif not self._schedule.num_to_admit(self.fleet()):
             with self._tracer.span("wait"):
-                self._receiver.wait(newer_than=self._newest, timeout_s=WAIT_SLICE_S)
+                self._versions.wait(newer_than=self._newest, timeout_s=WAIT_SLICE_S)
 
     # --- steps of an iteration --------------------------------------------------------------------------------
 
@@ -145,17 +148,13 @@ class RolloutLoop:
         return self._actor.fleet(self._newest)
 
     def update_weights(self) -> None:
-        # `receive` would overwrite the tensors of an update that is still being copied.
         # An evaluation is of one version.
-        if self._generator.update_pending or (self._evaluation and self._evaluation.is_running):
+        if self._newest <= self._asked or (self._evaluation and self._evaluation.is_running):
             return
-        with self._tracer.span("update"):
-            version, weights = self._receiver.receive()
-            if version <= self._generator.weight_version:
-                return
-            self._generator.update_weights(version, weights)
-        self._actor.note_update()
-        self._stats.note_update(sum(tensor.nbytes for tensor in weights.values()))
+        self._asked = self._newest
+        self._stats.note_asked(self._newest)
+        self._generator.adopt(self._newest)
+        self._note_version()
 
     def abort(self) -> None:
         self._actor.abort()
@@ -166,9 +165,13 @@ class RolloutLoop:
     def generate(self) -> None:
         # A pending update advances with every step, even if there is nothing left to sample.
         num_in_flight = self._generator.num_in_flight
-        if num_in_flight or self._generator.update_pending:
+        if num_in_flight:
             with self._tracer.span("decode", num_seqs=num_in_flight):
                 self._actor.step()
+        elif self._update_pending:
+            with self._tracer.span("update"):
+                self._actor.step()
+        self._note_version()
         if (now_s := time.monotonic()) >= self._next_grades_s:
             self._actor.collect_grades()
             self._next_grades_s = now_s + self._intervals.grades_s
@@ -201,6 +204,15 @@ class RolloutLoop:
         batch = replace(batch, metrics=metrics)
         if self._sink.append(batch, timeout_s=0) is None:
             raise StreamError(f"the stream of batches is full at batch {batch.index}")
+
+    @property
+    def _update_pending(self) -> bool:
+        return self._generator.weight_version < self._asked
+
+    def _note_version(self) -> None:
+        """Count an update if one has just ended."""
+        if self._stats.note_version(self._generator.weight_version):
+            self._actor.note_update()
 
     def _save(self) -> None:
         if self._partials is None:

@@ -202,6 +202,8 @@ RECIPE = FileKind(
         "trainer.backend": "trainer.type",
         "loss.function": "loss.type",
         "schedule.max_waiting": "schedule.queue_capacity",
+        "engine.update_timeout_s": "weights.timeout_s",
+        "engine.max_update_pause_s": "not needed: engines copy new weights while they decode; remove the key",
     },  # since version 0.1
     shipped=SHIPPED_RECIPES,
     directory_key="run.recipe_directory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pydantic
 
@@ -40,6 +41,40 @@ class Recipe(Section):
     def max_length(self) -> int:
         """Longest prompt and response together (tokens)."""
         return self.engine.max_prompt_tokens + self.sampling.max_tokens
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def with_default_transport(cls, values: Any) -> Any:
+        """Choose the transport that reaches the engines, if the recipe names none."""
+        if not isinstance(values, dict):
+            return values
+        weights = values.get("weights", {})
+        if _type_of(values.get("engine")) == "http" and isinstance(weights, dict) and "type" not in weights:
+            return values | {"weights": {"type": "process_group"} | weights}
+        return values
+
+    @pydantic.model_validator(mode="after")
+    def check_weights(self) -> Recipe:
+        engine, weights = self.engine.type, self.weights
+        if engine == "http" and weights.type == "shared_memory":
+            raise ValueError(
+                "weights.type = 'shared_memory' reaches an engine in the rollout process only, but engine.type ="
+                " 'http'; weights.type = 'process_group' or 'files' would work"
+            )
+        if not isinstance(weights, sections.ProcessGroupWeightsConfig):
+            return self
+        if engine != "http":
+            raise ValueError(
+                "weights.type = 'process_group' sends weights to servers, but engine.type ="
+                f" {engine!r} generates in the rollout process; weights.type = 'shared_memory' would work"
+            )
+        on_cpu = [key for key in ("trainer", "engine") if getattr(self, key).device == "cpu"]
+        if weights.backend == "nccl" and on_cpu:
+            raise ValueError(
+                f"weights.backend = 'nccl' connects CUDA devices only, but {on_cpu[0]}.device = 'cpu';"
+                " weights.backend = 'gloo' would work"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def check_batches(self) -> Recipe:
@@ -137,3 +172,8 @@ class Recipe(Section):
                 f" {self.sampling.max_tokens}: every response would be penalized for its length"
             )
         return self
+
+
+def _type_of(section: Any) -> object:
+    """`type` of a section that may still be a table of the recipe file."""
+    return section.get("type") if isinstance(section, dict) else getattr(section, "type", None)

@@ -97,9 +97,6 @@ class HttpEngineConfig(EngineOptions):
     """Generate on servers that `midflight serve --join` adds to the run."""
 
     type: Literal["http"] = "http"
-    update_timeout_s: float = Field(
-        60.0, gt=0, description="timeout of a weight update; a late server leaves and may join again, seconds"
-    )
     join_timeout_s: float = Field(
         600.0, gt=0, description="longest wait for a server when the run has none; then the run ends, seconds"
     )
@@ -165,23 +162,49 @@ StreamsConfig = Annotated[SqliteStreamsConfig | RedisStreamsConfig | OwnStreamsC
 
 
 class SharedMemoryWeightsConfig(Section):
-    """New weights travel through shared memory of one machine."""
+    """New weights travel through shared memory to an engine in the rollout process; the default with such an engine."""
 
     type: Literal["shared_memory"] = "shared_memory"
 
 
 class FileWeightsConfig(Section):
-    """New weights travel through a directory that the trainer and the rollout process share."""
+    """New weights travel through a directory that the trainer and the engines share."""
 
     type: Literal["files"] = "files"
     directory: Path | None = Field(None, description="shared directory; default: weights/ in the run directory")
+
+
+class ProcessGroupWeightsConfig(Section):
+    """The trainer broadcasts new weights to the servers of engine.type = "http"; the default with these servers."""
+
+    type: Literal["process_group"] = "process_group"
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="library of the broadcast; auto: nccl if trainer.device and engine.device are CUDA devices"
+    )
+    address: str | None = Field(
+        None, min_length=1, description="address of the trainer as the servers reach it; default: by the route to them"
+    )
+    bucket_mib: int = Field(32, ge=1, description="size of one message of the broadcast, MiB")
+    timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="longest wait for one server, to join the broadcast or for a bucket; then the others go on without"
+        " it, and it may come back, seconds",
+    )
+    snapshot: bool | None = Field(
+        None,
+        description="send from a copy of the weights, so that training waits for the copy only; default: true with"
+        " trainer.type = 'single', else false",
+    )
 
 
 class OwnWeightsConfig(OwnSection):
     """Your own class with the members of midflight.protocols.WeightTransport."""
 
 
-WeightsConfig = Annotated[SharedMemoryWeightsConfig | FileWeightsConfig | OwnWeightsConfig, ByType()]
+WeightsConfig = Annotated[
+    SharedMemoryWeightsConfig | FileWeightsConfig | ProcessGroupWeightsConfig | OwnWeightsConfig, ByType()
+]
 
 
 class PreprocessConfig(Section):

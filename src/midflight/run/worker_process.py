@@ -74,6 +74,11 @@ class WorkerContext:
     def weights_path(self) -> Path:
         return self.weights_directory / "weights"
 
+    @property
+    def lineage(self) -> str:
+        """Text that is new at every start of the supervisor; see WeightTransport."""
+        return self.weights_directory.name
+
     def wait_until(self, happens: Callable[[float], bool]) -> None:
         """Wait until `happens(timeout_s)` returns True; end the process if it should stop before that."""
         while not happens(WAIT_SLICE_S):

@@ -31,9 +31,10 @@ from midflight.launch.prompts import build_prompts
 from midflight.launch.streams import open_batches, open_groups
 from midflight.launch.weights import build_transport
 from midflight.models.loading import load_tokenizer
+from midflight.models.prompts import PromptFormat
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.protocols import Generator, Stream, TrainerBackend, WeightReceiver
-from midflight.run.engines import advance_idle, open_generator, wait_for_engine
+from midflight.protocols import Generator, PublishedVersions, Stream, TrainerBackend, WeightSender, WeightTransport
+from midflight.run.engines import advance, open_generator, wait_for_engine
 from midflight.run.evaluation import best_checkpoint_of, evaluation_during_run
 from midflight.run.resuming import actor_checkpoint
 from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
@@ -60,7 +61,7 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
     note = functools.partial(context.tell, "note")
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(join_training(recipe, rank, rendezvous))
-        sender = NullSender() if rank else build_transport(recipe, run, context.weights_path, note).sender()
+        sender: WeightSender = NullSender() if rank else _transport(context).sender()
         stack.enter_context(contextlib.closing(sender))
         backend = build_trainer(recipe, sender, group)
         backend.init(rank)
@@ -72,7 +73,7 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
         tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
         device = trainer_device(recipe, rank)
         step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), group, device)
-        loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics)
+        loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics, lambda: sender.sent_bytes)
         start_together(context)
         loop.run(context.should_stop)
 
@@ -99,10 +100,7 @@ def rollout_body(context: WorkerContext) -> None:
     recipe, run = context.recipe, context.run
     schedule = recipe_schedule(recipe)
     torch.set_num_threads(num_threads(recipe.engine.threads, schedule.colocated))
-    note = functools.partial(context.tell, "note")
-    receiver = build_transport(recipe, run, context.weights_path, note).receiver()
-    _wait_for_weights(receiver, 0, context)
-    version, weights = receiver.receive()
+    transport = _transport(context)
     prompts = build_prompts(recipe, load_tokenizer(recipe.model.path))
     checkpoint = actor_checkpoint(run, recipe)
     environment = build_all_environments(recipe)
@@ -110,20 +108,21 @@ def rollout_body(context: WorkerContext) -> None:
     with (
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
-        open_generator(recipe, run, version, weights, note, prompts.stop_rules) as generator,
+        contextlib.closing(transport.versions()) as versions,
+        _generator(context, transport, versions, prompts) as generator,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
         shares = Shares(generator, grader)
-        evaluation = evaluation_during_run(recipe, run, version, shares, environment, prompts)
+        evaluation = evaluation_during_run(recipe, run, generator.weight_version, shares, environment, prompts)
         actor_config = build_actor_config(recipe, prompts)
         actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts, checkpoint)
-        loop = RolloutLoop(actor, shares.generator, schedule, receiver, sink, tracer, partials, evaluation=evaluation)
+        loop = RolloutLoop(actor, shares.generator, schedule, versions, sink, tracer, partials, evaluation=evaluation)
         context.wait_until(grader.wait_until_ready)
         context.wait_until(lambda timeout_s: wait_for_engine(generator, timeout_s))
         start_together(context)
         with tracer.span("wait"):
-            _catch_up(generator, receiver, checkpoint, context)
+            _catch_up(generator, versions, checkpoint, context)
         loop.run(context.should_stop)
 
 
@@ -176,12 +175,26 @@ def _tracer(run: RunDirectory, role: str) -> Tracer:
     return Tracer(run.spans(role), role)
 
 
-def _wait_for_weights(receiver: WeightReceiver, version: int, context: WorkerContext) -> None:
-    context.wait_until(lambda timeout_s: receiver.wait(newer_than=version - 1, timeout_s=timeout_s))
+def _transport(context: WorkerContext) -> WeightTransport:
+    note = functools.partial(context.tell, "note")
+    return build_transport(context.recipe, context.run, context.weights_path, context.lineage, note)
+
+
+def _generator(
+    context: WorkerContext, transport: WeightTransport, versions: PublishedVersions, prompts: PromptFormat
+) -> contextlib.AbstractContextManager[Generator]:
+    """Open the generator of the run, once the trainer has published its first weights."""
+    _wait_for_version(versions, 0, context)
+    note = functools.partial(context.tell, "note")
+    return open_generator(context.recipe, context.run, transport, context.lineage, versions, note, prompts.stop_rules)
+
+
+def _wait_for_version(versions: PublishedVersions, version: int, context: WorkerContext) -> None:
+    context.wait_until(lambda timeout_s: versions.wait(newer_than=version - 1, timeout_s=timeout_s))
 
 
 def _catch_up(
-    generator: Generator, receiver: WeightReceiver, checkpoint: ActorCheckpoint | None, context: WorkerContext
+    generator: Generator, versions: PublishedVersions, checkpoint: ActorCheckpoint | None, context: WorkerContext
 ) -> None:
     """Wait until the engine has weights at least as new as the restored rollouts' tokens.
 
@@ -192,6 +205,6 @@ def _catch_up(
         return
     newest = max((int(rollout.generated.weight_versions.max(initial=0)) for rollout in checkpoint.rollouts), default=0)
     if generator.weight_version < newest:
-        _wait_for_weights(receiver, newest, context)
-        context.wait_until(lambda timeout_s: advance_idle(generator))
-        generator.update_weights(*receiver.receive())
+        _wait_for_version(versions, newest, context)
+        generator.adopt(newest)
+        context.wait_until(lambda timeout_s: advance(generator, newest))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midflight.actor.grading import LiveEpisodes
-from midflight.protocols import Environment, GradedTask
+from midflight.protocols import Environment, GradedTask, IncomingWeights
 from midflight.types import (
     Completion,
     FinishReason,
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 class ScriptedGenerator:
     """A Generator whose rollout i takes `length_of(i)` steps. Every token is 0 and has the current weight version.
 
-    New weights are adopted `update_steps` steps after `update_weights`, or at once if nothing is in flight.
+    New weights arrive `update_steps` steps after `adopt`, or at once if nothing is in flight. If a newer version is
+    asked for meanwhile, the newer one arrives instead, and not later.
     """
 
     def __init__(self, length_of: Callable[[int], int], update_steps: int = 0) -> None:
         self.weight_version = 0
         self._length_of, self._update_steps = length_of, update_steps
-        self._pending: tuple[int, int] | None = None  # version, steps until it is adopted
+        self._asked, self._steps_left = 0, 0  # newest version asked for, and steps until it is here
         self._versions: dict[RolloutId, list[int]] = {}
 
     @property
@@ -47,10 +48,6 @@ class ScriptedGenerator:
     def num_engines(self) -> int:
         return 1
 
-    @property
-    def update_pending(self) -> bool:
-        return self._pending is not None
-
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
         return _tokens(self._versions[rollout_id][start:])
 
@@ -60,7 +57,7 @@ class ScriptedGenerator:
             self._versions[request.rollout_id] = resumed
 
     def step(self) -> list[Completion]:
-        self._adopt()
+        self._advance_update()
         for versions in self._versions.values():
             versions.append(self.weight_version)
         ended = [rollout for rollout, versions in self._versions.items() if len(versions) >= self._length_of(rollout)]
@@ -69,17 +66,18 @@ class ScriptedGenerator:
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         return [self._take(rollout_id, FinishReason.ABORT) for rollout_id in rollout_ids]
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self._pending = version, self._update_steps + 1
-        self._adopt()
+    def adopt(self, version: int) -> None:
+        if version > self._asked:
+            if self._asked <= self.weight_version:
+                self._steps_left = self._update_steps + 1
+            self._asked = version
+        self._advance_update()
 
-    def _adopt(self) -> None:
-        if self._pending is None:
-            return
-        version, steps = self._pending
-        self._pending = version, steps - 1
-        if steps == 1 or not self._versions:
-            self.weight_version, self._pending = version, None
+    def _advance_update(self) -> None:
+        if self._asked > self.weight_version:
+            self._steps_left -= 1
+            if self._steps_left <= 0 or not self._versions:
+                self.weight_version = self._asked
 
     def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
         return Completion(rollout_id, _tokens(self._versions.pop(rollout_id)), reason)
@@ -162,19 +160,32 @@ class DigitTokenizer:
 
 
 class InProcessWeights:
-    """Both ends of a weight transport between two threads of one process; keeps every version sent."""
+    """All ends of a weight transport between two threads of one process; keeps every version sent."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self.sent: dict[int, dict[str, Tensor]] = {}
+        self._contents: dict[int, int] = {}
+        self.sent_bytes = 0
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
         pass
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         copies = {name: tensor.clone() for name, tensor in weights}
+        self.sent_bytes += sum(tensor.nbytes for tensor in copies.values())
+        self._publish(version, copies, version)
+
+    def relabel(self, version: int) -> None:
+        newest = max(self.sent)
+        self._publish(version, self.sent[newest], self._contents[newest])
+
+    def wants_weights(self) -> bool:
+        return False
+
+    def _publish(self, version: int, weights: dict[str, Tensor], content: int) -> None:
         with self._condition:
-            self.sent[version] = copies
+            self.sent[version], self._contents[version] = weights, content
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -184,10 +195,10 @@ class InProcessWeights:
         with self._condition:
             return max(self.sent, default=None)
 
-    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
+    def receive(self) -> IncomingWeights:
         with self._condition:
             newest = max(self.sent)
-            return newest, self.sent[newest]
+            return IncomingWeights(newest, self._contents[newest], list(self.sent[newest].items()))
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         with self._condition:

@@ -143,12 +143,13 @@ class DeepSpeedTrainer(SingleProcessTrainer):
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
         """Clip, step and clear the gradients. A gradient that is not finite changes nothing."""
         if not self._has_gradients:
-            return OptimizerStep(grad_norm=0.0, skipped=False)
+            return OptimizerStep(grad_norm=0.0, skipped=False, changed=False)
         self._has_gradients = False
         self._set_learning_rate(learning_rate)
         self._engine.step()
         applied = self._engine.was_step_applied()
-        return OptimizerStep(float(self._engine.get_global_grad_norm()), skipped=not applied)
+        grad_norm = float(self._engine.get_global_grad_norm())
+        return OptimizerStep(grad_norm, skipped=not applied, changed=applied and learning_rate > 0)
 
     def _published_weights(self) -> Iterator[Named]:
         def num_bytes(parameter: Tensor) -> int:

@@ -40,16 +40,18 @@ class LocalResult:
     loss: float
     policy: PolicySums
     peak_memory_bytes: int
+    changed: bool  # an optimizer step changed a weight
 
 
 _CODEC = Codec(LocalResult)
 
 
-def reduce_results(own: LocalResult, group: ProcessGroup) -> tuple[float, PolicySums, list[int]]:
-    """Combine the results of all ranks: loss, policy sums, peak memory by rank (bytes); a collective."""
+def reduce_results(own: LocalResult, group: ProcessGroup) -> tuple[float, PolicySums, list[int], bool]:
+    """Combine the results of all ranks: loss, policy sums, peak memory by rank (bytes), changed; a collective."""
     results = [_CODEC.decode(message) for message in group.gather(_CODEC.encode(own))]
     return (
         sum(result.loss for result in results),
         PolicySums.of_all([result.policy for result in results]),
         [result.peak_memory_bytes for result in results],
+        any(result.changed for result in results),
     )

@@ -56,12 +56,13 @@ class TrainLoop:
         state: TrainerState,
         tracer: Tracer,
         metrics: MetricsSink | None = None,
+        sent_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`state`: updated in place. `metrics`: None on all ranks except rank 0."""
+        """`state`: updated in place. `metrics`: None on all ranks except rank 0. `sent_bytes`: of the weight sender."""
         self.state = state
         self._settings, self._step, self._batches, self._tracer = settings, step, batches, tracer
         self._backend, self._group = step.backend, step.group
-        self._log = StepLog(metrics, tracer, state)
+        self._log = StepLog(metrics, tracer, state, sent_bytes)
         self._give_up = GiveUpPolicy(settings.max_nonfinite_steps, settings.rejected_batches)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -104,7 +105,7 @@ class TrainLoop:
             step = self._step(batch)
         state.count(batch)
         with self._tracer.span("publish"):
-            self._backend.publish_weights(state.version)
+            self._backend.publish_weights(state.version, step.changed)
         state.wall_s = time.monotonic() - started
         self._log.write(batch, step, state, self._batches.next_offset() - state.version)
         if self._give_up.is_reached(batch, step.skipped):

@@ -115,16 +115,20 @@ class SingleProcessTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._optimizer_settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if is_sharded(norm) else norm)
         finite = math.isfinite(grad_norm)
+        changed = finite and learning_rate > 0 and any(weight.grad is not None for weight in self._trained.values())
         if finite:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
             self._computed.refresh()
         self._optimizer.zero_grad(set_to_none=True)
-        return OptimizerStep(grad_norm, skipped=not finite)
+        return OptimizerStep(grad_norm, skipped=not finite, changed=changed)
 
-    def publish_weights(self, version: int) -> None:
-        self._sender.send(version, self._published_weights())
+    def publish_weights(self, version: int, changed: bool = True) -> None:
+        if changed:
+            self._sender.send(version, self._published_weights())
+        else:
+            self._sender.relabel(version)
 
     def save(self, directory: Path) -> None:
         """Save model and tokenizer for `from_pretrained`, and the files that only training needs.

@@ -28,7 +28,8 @@ class StepResult:
     loss: float
     learning_rate: float
     grad_norm: float
-    skipped: bool  # the loss or its gradient was not finite, and the weights did not change
+    skipped: bool  # the loss or its gradient was not finite
+    changed: bool  # a weight changed, on any rank
     policy: PolicySums
     peak_memory_bytes: list[int]  # by rank
 
@@ -51,9 +52,9 @@ class TrainStep:
         loss, policy = self._accumulate(batch, renewed)
         learning_rate = self.learning_rate(batch.index)
         updated = self.backend.optimizer_step(learning_rate)
-        own = LocalResult(loss, policy, peak_memory_bytes(self.device))
-        total, sums, peak_memory = reduce_results(own, self.group)
-        return StepResult(total, learning_rate, updated.grad_norm, updated.skipped, sums, peak_memory)
+        own = LocalResult(loss, policy, peak_memory_bytes(self.device), updated.changed)
+        total, sums, peak_memory, changed = reduce_results(own, self.group)
+        return StepResult(total, learning_rate, updated.grad_norm, updated.skipped, changed, sums, peak_memory)
 
     def _accumulate(self, batch: TrainingBatch, renewed: bool) -> tuple[float, PolicySums]:
         """Accumulate the gradients of the local batch; return its loss and its policy metrics."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from midflight.metrics.lag import lag_metrics
@@ -20,13 +21,17 @@ class _Totals:
     wall_s: float
     trained_tokens: int
     wait_s: float
+    sent_bytes: int
 
 
 class StepLog:
     """Writer of the metrics line of every optimizer step. Only rank 0 has a sink and writes."""
 
-    def __init__(self, writer: MetricsSink | None, tracer: Tracer, state: TrainerState) -> None:
-        self._writer, self._tracer = writer, tracer
+    def __init__(
+        self, writer: MetricsSink | None, tracer: Tracer, state: TrainerState, sent_bytes: Callable[[], int]
+    ) -> None:
+        """`sent_bytes`: total of the weight sender."""
+        self._writer, self._tracer, self._sent_bytes = writer, tracer, sent_bytes
         self._last = self._totals(state)
 
     def write(self, batch: TrainingBatch, step: StepResult, state: TrainerState, num_waiting_batches: int) -> None:
@@ -56,9 +61,10 @@ class StepLog:
             "idle/trainer_fraction": min(1.0, (now.wait_s - last.wait_s) / elapsed_s),
             "time/step_s": elapsed_s,
             "queue/batches": num_waiting_batches,
+            "update/bytes": float(now.sent_bytes - last.sent_bytes),
         }
         self._writer.write(line)
         self._last = now
 
     def _totals(self, state: TrainerState) -> _Totals:
-        return _Totals(state.wall_s, state.trained_tokens, self._tracer.total_s("wait"))
+        return _Totals(state.wall_s, state.trained_tokens, self._tracer.total_s("wait"), self._sent_bytes())

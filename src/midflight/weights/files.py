@@ -3,10 +3,10 @@
     sender                                              receiver
     send     consumes: the trainer's tensors            receive   consumes: the newest file
              waits for: the disk                                  waits for: the disk
-                                                        wait      waits for: another file, NEWEST.sent
-                                                                  unblocked by: send
+                                                        wait      waits for: another version, newest.sent
+                                                                  unblocked by: send, relabel
 
-    newest                     JSON: the newest version and the name of its file
+    newest                     JSON: the newest version, the name of its file, and the version that the file was sent as
     COUNT.safetensors          the tensors of one version, readable by any program; the two newest files stay
 
 A file is written under a temporary name, synced and renamed. Only then does `newest` name it, so readers never see an
@@ -18,23 +18,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from midflight.concurrency.wake_up import WakeUp
 from midflight.errors import WeightUpdateError
+from midflight.protocols import IncomingWeights
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out
+from midflight.weights.version_board import open_wake_up, wait_for_newer
 
 _NEWEST = "newest"
 _NUM_KEPT = 2  # a receiver may be reading the file before the newest
 _MAX_ATTEMPTS = 1000  # an attempt fails only if two versions are sent during it
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """Contents of the file `newest`."""
+
+    version: int
+    file: str  # name
+    content: int  # version that the file was sent as
 
 
 class FileSender:
@@ -47,16 +58,18 @@ class FileSender:
         self._directory = directory
         self._layout: SlotLayout | None = None
         self._sent: WakeUp | None = None
+        self._file: _Newest | None = None  # the file that this sender wrote last
+        self.sent_bytes = 0
 
     def announce(self, specs: Sequence[TensorSpec]) -> None:
         """Set the tensors that each `send` must bring. Weights already in the directory stay the newest."""
         self._layout = lay_out(specs)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._sent = _open_wake_up(self._directory)
+        self._sent = open_wake_up(self._directory / _NEWEST)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Make these weights the newest; return when they are on disk."""
-        if self._layout is None or self._sent is None:
+        if self._layout is None:
             raise WeightUpdateError("weights were sent before they were announced; call announce() first")
         contents = {name: tensor.detach().cpu().contiguous() for name, tensor in self._layout.checked(weights)}
         counts = _file_numbers(self._directory)
@@ -64,13 +77,32 @@ class FileSender:
         try:
             with _written_atomically(self._directory / name) as unfinished:
                 save_file(contents, unfinished, metadata={"weight_version": str(version)})
-            with _written_atomically(self._directory / _NEWEST) as unfinished:
-                unfinished.write_text(json.dumps({"version": version, "file": name}))
         except (OSError, SafetensorError) as error:
             raise WeightUpdateError(f"weights cannot be written to {self._directory}: {error}") from error
-        self._sent.notify()
+        self._publish(_Newest(version, name, version))
+        self.sent_bytes += sum(tensor.nbytes for tensor in contents.values())
         for count in counts[: 1 - _NUM_KEPT]:
             (self._directory / f"{count:08}.safetensors").unlink(missing_ok=True)
+
+    def relabel(self, version: int) -> None:
+        """Make this version the newest, with the file that was written last."""
+        if self._file is None:
+            raise WeightUpdateError(f"version {version} has no weights: none were sent before it")
+        self._publish(replace(self._file, version=version))
+
+    def wants_weights(self) -> bool:
+        """Return False: receivers find the newest weights in the directory."""
+        return False
+
+    def _publish(self, newest: _Newest) -> None:
+        assert self._sent is not None, "announced"
+        try:
+            with _written_atomically(self._directory / _NEWEST) as unfinished:
+                unfinished.write_text(json.dumps(asdict(newest)))
+        except OSError as error:
+            raise WeightUpdateError(f"weights cannot be written to {self._directory}: {error}") from error
+        self._file = newest
+        self._sent.notify()
 
     def close(self) -> None:
         """Release the sender's resources. Receivers can still read the newest weights."""
@@ -88,48 +120,48 @@ class FileReceiver:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._seen: tuple[int, int] | None = None  # inode and modification time (ns) of the last `newest` read
-        self._newest: tuple[int, str] | None = None  # version, file
+        self._newest: _Newest | None = None
 
     def newest_version(self) -> int | None:
         """Version that `receive` would return now, or None if nothing was sent. Costs one `stat` if unchanged."""
         newest = self._read_newest()
-        return newest[0] if newest else None
+        return newest.version if newest else None
 
-    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
-        """Return the newest version and its weights, in newly allocated tensors."""
+    def receive(self) -> IncomingWeights:
+        """Return the newest weights. Each tensor is read from its file when it is taken."""
         for _ in range(_MAX_ATTEMPTS):
             newest = self._read_newest()
             if newest is None:
                 raise WeightUpdateError(f"{self._directory}: no weights have been sent yet")
-            version, name = newest
+            path = self._directory / newest.file
             try:
-                return version, load_file(self._directory / name)
+                file = safe_open(path, framework="pt")
             except FileNotFoundError:  # two newer versions were sent, and the sender removed this file
                 self._seen = None
             except (OSError, SafetensorError) as error:
-                raise WeightUpdateError(f"{self._directory / name} cannot be read: {error}") from error
-        raise WeightUpdateError(f"{self._directory}: {name} is missing, although {_NEWEST!r} names it")
+                raise WeightUpdateError(f"{path} cannot be read: {error}") from error
+            else:
+                return IncomingWeights(newest.version, newest.content, _tensors(path, file))
+        raise WeightUpdateError(f"{self._directory}: {newest.file} is missing, although {_NEWEST!r} names it")
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         """Wait for a version above `newer_than`; return True if there is one, False after the timeout."""
-        deadline_s = time.monotonic() + timeout_s
         self._directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(_open_wake_up(self._directory)) as sent:
-            while (version := self.newest_version()) is None or version <= newer_than:
-                if not sent.wait(deadline_s):
-                    return False
-        return True
+        with contextlib.closing(open_wake_up(self._directory / _NEWEST)) as sent:
+            return wait_for_newer(self.newest_version, lambda: sent, newer_than, timeout_s)
 
     def close(self) -> None:
         """Do nothing: no resource is held, and received tensors stay valid."""
 
-    def _read_newest(self) -> tuple[int, str] | None:
+    def _read_newest(self) -> _Newest | None:
         path = self._directory / _NEWEST
         try:
             status = path.stat()
             if self._newest is None or self._seen != (status.st_ino, status.st_mtime_ns):
                 values = json.loads(path.read_text())
-                self._newest = int(values["version"]), str(values["file"])
+                version = int(values["version"])
+                # A directory of an earlier release has no `content`.
+                self._newest = _Newest(version, str(values["file"]), int(values.get("content", version)))
                 self._seen = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -147,6 +179,9 @@ class FileTransport:
 
     def sender(self) -> FileSender:
         return FileSender(self._weights_directory)
+
+    def versions(self) -> FileReceiver:
+        return FileReceiver(self._weights_directory)
 
     def receiver(self) -> FileReceiver:
         return FileReceiver(self._weights_directory)
@@ -174,8 +209,10 @@ def _file_numbers(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.safetensors") if path.stem.isdecimal())
 
 
-def _open_wake_up(directory: Path) -> WakeUp:
-    try:
-        return WakeUp(directory / f"{_NEWEST}.sent")
-    except OSError as error:
-        raise WeightUpdateError(f"cannot open the wake-up FIFO in {directory}: {error.strerror}") from error
+def _tensors(path: Path, file: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an open safetensors file, in the order of the file."""
+    for name in file.offset_keys():
+        try:
+            yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise WeightUpdateError(f"{path}: tensor {name!r} cannot be read: {error}") from error

@@ -2,7 +2,7 @@
 
 The header has a magic number, the layout version, and the JSON layout of a slot. A slot is written between two stamps:
 `begin` before the first byte, `end` after the last. Then the slot becomes the newest; the newest slot is never written
-to. A copy of a slot is complete if `begin`, read after the copy, equals `end`, read before the copy.
+to. The contents of a slot were of one version if `begin`, read after them, equals `end`, read before them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from midflight.errors import WeightUpdateError
@@ -28,10 +29,10 @@ NUM_SLOTS = 3
 
 # Indices of words. Every core reads and writes an aligned word atomically.
 NEWEST = 0  # version << 2 | slot + 1, so that one store publishes both; 0 before the first version
-BEGIN, END, VERSION = 8, 16, 24  # + slot; not on the cache line of NEWEST, which receivers poll
+BEGIN, END, CONTENT = 8, 16, 24  # + slot; not on the cache line of NEWEST, which receivers poll
 
 _MAGIC = b"MIDFLTWT"
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 _HEADER = struct.Struct("<8sII")  # magic, layout version, bytes of JSON
 _WORDS_AT, _NUM_WORDS = 64, 32
 _JSON_AT = _WORDS_AT + 8 * _NUM_WORDS
@@ -122,8 +123,13 @@ class SlotFile:
             os.close(self._fd)
             raise
         self.words = memoryview(mapped)[_WORDS_AT:_JSON_AT].cast("Q")
+        self._all_words = np.frombuffer(mapped, np.uint64, _NUM_WORDS, _WORDS_AT)
         size = self.layout.slot_bytes
         self.slots = [np.frombuffer(mapped, np.uint8, size, first_slot + index * size) for index in range(NUM_SLOTS)]
+
+    def begin_of(self, slot: int) -> npt.NDArray[np.uint64]:
+        """Return the stamp `begin` of a slot as an array of one word, which stays readable after `close`."""
+        return self._all_words[BEGIN + slot : BEGIN + slot + 1]
 
     def is_removed(self) -> bool:
         """Return True if the file was removed or replaced by another one."""
@@ -196,7 +202,9 @@ def _read_header(path: Path, fd: int) -> tuple[SlotLayout, int]:
 
 def _map(fd: int, writable: bool) -> mmap.mmap:
     if not writable:
-        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        # Private: PyTorch has no read-only tensors, and a write to a view must not reach the sender's weights. Pages
+        # that this process does not write to are the shared ones.
+        return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     # Mapping all pages at once: page faults one by one would make the first sends many times slower than later ones.
     populate = getattr(mmap, "MAP_POPULATE", 0)  # not on macOS
     return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)

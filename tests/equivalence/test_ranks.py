@@ -23,9 +23,10 @@ from midflight.config.run_directory import RunDirectory
 from midflight.launch.streams import open_batches
 from midflight.metrics.jsonl import read_metrics
 from midflight.run.directory import create_run
+from midflight.run.roles import trainer_role
 from midflight.run.supervisor import warm_up
 from midflight.run.worker_process import WorkerContext, run_worker
-from midflight.run.workers import trainer_body, trainer_role
+from midflight.run.workers import trainer_body
 from midflight.trainer.saved_tensors import SavedTensors
 from midflight.types import TrainingBatch
 

@@ -81,12 +81,12 @@ def demo(overrides: Overrides = None, as_json: Json = False) -> None:
 
 def _train(run: RunDirectory | None, recipe: Recipe, as_json: bool) -> dict[str, Any]:
     """Train in a run directory, a new one unless given, and print the summary."""
-    from midflight.launch.build import check_recipe
     from midflight.report.progress import print_summary
+    from midflight.run.checking import check_apart
     from midflight.run.directory import create_run
     from midflight.run.local import run_locally
 
-    check_recipe(recipe)
+    check_apart(recipe)
     warn(recipe)
     summary = run_locally(recipe, run or create_run(recipe), Console(stderr=True))
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -82,14 +82,16 @@ class Evaluation:
         return values
 
 
-def evaluate(evaluator: Evaluator, plan: EvaluationPlan) -> Evaluation:
+def evaluate(evaluator: Evaluator, plan: EvaluationPlan, on_step: Callable[[], object] = lambda: None) -> Evaluation:
     """Answer all questions with a generator that nobody else uses, and return the results.
 
+    `on_step` is called after every step, which shows that the evaluation has not hung.
     Raises: RolloutError if the grader gives up.
     """
     answering = Answering(evaluator, plan.question_sets)
     while not answering.is_done:
         answering.step(0.0 if answering.is_generating else WAIT_SLICE_S)
+        on_step()
     return evaluation_of(plan, answering.tables)
 
 

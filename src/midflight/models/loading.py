@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from midflight.errors import ModelError
 from midflight.models.attention import register_packed_attention
+from midflight.models.directory import readable
 from midflight.models.prompts import PromptFormat
 from midflight.models.tokenizer import Tokenizer
 
@@ -41,36 +41,8 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
         raise ModelError(f"{key}: {path} has no {', no '.join(missing)}")
 
 
-def check_same_model(checkpoint: Path, path: Path) -> None:
-    """Check that a checkpoint fits the model in `path`, without reading weights.
-
-    Raises: ModelError naming the difference in model type or shape.
-    """
-    found, expected = load_config(checkpoint).model_type, load_config(path).model_type
-    if found != expected:
-        raise ModelError(
-            f"{checkpoint} is of another model: its type is {found}, but model.path = {path} is {expected}"
-        )
-    found_shapes, expected_shapes = _shapes(checkpoint), _shapes(path)
-    for name in sorted(found_shapes.keys() & expected_shapes.keys()):
-        if found_shapes[name] != expected_shapes[name]:
-            raise ModelError(
-                f"{checkpoint} is of another model: its {name} is {found_shapes[name]}, but in model.path = {path}"
-                f" it is {expected_shapes[name]}"
-            )
-
-
-def _shapes(directory: Path) -> dict[str, list[int]]:
-    """Shapes of all tensors in the model's files, by name."""
-    shapes = {}
-    for file in directory.glob("model*.safetensors"):
-        with _readable(directory), safe_open(file, framework="pt") as tensors:
-            shapes.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
-    return shapes
-
-
 def load_config(path: Path) -> Any:
-    with _readable(path):
+    with readable(path):
         return AutoConfig.from_pretrained(path, local_files_only=True)
 
 
@@ -80,7 +52,7 @@ def stored_dtype(path: Path) -> torch.dtype:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    with _readable(path):
+    with readable(path):
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     return tokenizer
 
@@ -98,7 +70,7 @@ def stop_token_ids(path: Path, prompts: PromptFormat) -> tuple[int, ...]:
     # Read the files directly: transformers would insert a default if config.json names no EOS token.
     for file in (path / "generation_config.json", path / "config.json"):
         if file.is_file():
-            with _readable(file):
+            with readable(file):
                 value = json.loads(file.read_text()).get("eos_token_id")
             listed += value if isinstance(value, list) else [value]
     listed.append(prompts.end_of_turn)
@@ -108,7 +80,7 @@ def stop_token_ids(path: Path, prompts: PromptFormat) -> tuple[int, ...]:
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Load a model with packed attention, in evaluation mode (no dropout: engine and trainer must agree)."""
-    with _readable(path), quiet():
+    with readable(path), quiet():
         model = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, dtype=dtype, attn_implementation=register_packed_attention()
         )
@@ -125,7 +97,7 @@ def save_description(model: Any, tokenizer: Tokenizer, directory: Path, dtype: t
 
 def load_skeleton(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Build the model on the meta device, without memory for weights: only its modules and their names."""
-    with _readable(path), torch.device("meta"):
+    with readable(path), torch.device("meta"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_packed_attention())
 
@@ -134,7 +106,7 @@ def empty_model(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modu
     """Build the model of `load_model`, but with all tensors of its files on the meta device."""
     model = load_skeleton(path, dtype)
     if (path / "generation_config.json").is_file():
-        with _readable(path):
+        with readable(path):
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     in_files = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for module in model.modules():
@@ -161,14 +133,6 @@ def saved_tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def saved_buffers_of(model: torch.nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict() if name in buffers}
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 @contextlib.contextmanager

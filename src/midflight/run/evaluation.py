@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,19 +26,40 @@ from midflight.metrics.evaluations import append_evaluation, forget_later, read_
 from midflight.models.loading import load_config, load_model, load_tokenizer, weights_of
 from midflight.models.prompts import PromptFormat
 from midflight.protocols import Environment, GradedTask, Grader
-from midflight.trainer.best_checkpoint import BestCheckpoint
-from midflight.trainer.checkpoints import checkpoint_of
+from midflight.run.worker_process import WorkerContext
 
 
-def evaluate_model(recipe: Recipe, path: Path) -> Evaluation:
-    """Evaluate a model directory.
+def evaluation_body(context: WorkerContext, model: Path) -> None:
+    """Evaluate a model directory as a worker process, and tell the supervisor the result.
+
+    There is nothing to save, so SIGTERM ends the process at once. Warnings of the evaluation reach the user.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.getLogger(evaluate.__module__).addHandler(_Notes(context))
+    evaluation = evaluate_model(context.recipe, model, context.should_stop)
+    context.tell("result", evaluation.to_json())
+
+
+class _Notes(logging.Handler):
+    """Sends log messages to the user."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(logging.WARNING)
+        self._context = context
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._context.tell("note", record.getMessage())
+
+
+def evaluate_model(recipe: Recipe, path: Path, on_step: Callable[[], object] = lambda: None) -> Evaluation:
+    """Evaluate a model directory; `on_step` is called after every step of the engine.
 
     Raises: ModelError if the directory holds no model that the engine can run.
     """
     with build_grader(recipe) as grader:
         evaluator = _evaluator(recipe, path, grader)
         sampling = build_sampling(recipe, path, evaluator.prompts)
-        return evaluate(evaluator, build_plan(recipe, evaluator.environment, sampling))
+        return evaluate(evaluator, build_plan(recipe, evaluator.environment, sampling), on_step)
 
 
 def sampled_accuracy(recipe: Recipe, path: Path, grader: Grader) -> float:
@@ -95,22 +119,6 @@ def num_slots(recipe: Recipe) -> int:
     if recipe.eval.interval is None:
         return 0
     return min(recipe.eval.num_in_flight, recipe_schedule(recipe).max_in_flight)
-
-
-def missed_version(recipe: Recipe, run: RunDirectory, end: int) -> int | None:
-    """Return the last version before `end` that was due, if it has a checkpoint and no evaluation; else None."""
-    if recipe.eval.interval is None:
-        return None
-    due = (end - 1) // recipe.eval.interval * recipe.eval.interval
-    evaluated = max((line["version"] for line in read_evaluations(run.evaluations)), default=0)
-    return due if due > evaluated and checkpoint_of(run.checkpoints, due).exists() else None
-
-
-def best_checkpoint_of(recipe: Recipe, run: RunDirectory) -> BestCheckpoint | None:
-    """Return the best checkpoint of a run, or None if the recipe does not keep it."""
-    if not recipe.trainer.keep_best or recipe.eval.interval is None:
-        return None
-    return BestCheckpoint(run.checkpoints, run.evaluations, recipe.eval.interval)
 
 
 def _evaluator(recipe: Recipe, path: Path, grader: Grader) -> Evaluator:

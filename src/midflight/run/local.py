@@ -1,5 +1,7 @@
 """A run on one machine: evaluate, start the workers, watch them, stop them, evaluate, summarize.
 
+This process imports no torch and stays small. Evaluations before and after training have a process of their own.
+
 waits for      a message or the end of a worker; Ctrl-C
 unblocked by   any of them; the view is refreshed every REFRESH_S
 """
@@ -13,22 +15,24 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import MidflightError
+from midflight.launch.users_modules import use_directory_of
 from midflight.metrics.evaluations import append_evaluation
 from midflight.metrics.jsonl import MetricsTail, json_text
 from midflight.report.length_advice import LengthAdvice
 from midflight.report.progress import LiveView, failure_warning
 from midflight.run.directory import write_atomically
-from midflight.run.evaluation import best_checkpoint_of, evaluate_model, missed_version
+from midflight.run.evaluated import best_checkpoint_of, missed_version
 from midflight.run.resuming import prepare_to_resume
+from midflight.run.roles import EVALUATION, evaluation_bodies, worker_bodies
 from midflight.run.summary import summarize
 from midflight.run.supervisor import Supervisor, warm_up
-from midflight.run.workers import worker_bodies
 from midflight.tracing.chrome import write_chrome_trace
 from midflight.trainer.checkpoints import checkpoint_of, load_state, newest_checkpoint
 
@@ -48,20 +52,23 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
     """
     ended_early: MidflightError | None = None
     say = functools.partial(console.print, soft_wrap=True)
+    use_directory_of(recipe)
     with run.locked():
         run.wait_for_workers(say)
         prepare_to_resume(run, recipe, say)
         warm_up()
         before = _previous_summary(run)
-        eval_before = before.get("eval_before") or _evaluate(run, recipe, 0, "before", console)
         num_restarts: Counter[str] = Counter(before.get("restarts"))
+        evaluations = _Evaluations(recipe, run, num_restarts, say, console)
+        eval_before = before.get("eval_before") or evaluations.evaluate(0, "before")
+        eval_after = None
         try:
             _train(recipe, run, num_restarts, say, console)
+            eval_after = evaluations.evaluate_trained()
         except MidflightError as error:
             ended_early = error
         spans = [run.spans(role) for role in worker_bodies(recipe)]
         write_chrome_trace([path for path in spans if path.exists()], run.trace)
-        eval_after = None if ended_early else _evaluate_trained(run, recipe, console)
         summary = summarize(run, recipe, eval_before, eval_after) | {"restarts": num_restarts}
         write_atomically(run.summary, json_text(summary) + "\n")
     if ended_early:
@@ -79,32 +86,47 @@ def _previous_summary(run: RunDirectory) -> dict[str, Any]:
     return summary
 
 
-def _evaluate_trained(run: RunDirectory, recipe: Recipe, console: Any) -> dict[str, Any] | None:
-    """Evaluate the newest checkpoint, and before it the one whose evaluation the end of training interrupted."""
-    newest = newest_checkpoint(run.checkpoints)
-    if newest is None:
-        return None
-    version = load_state(newest).version
-    if missed := missed_version(recipe, run, version):
-        _evaluate(run, recipe, missed, "after", console)
-    evaluation = _evaluate(run, recipe, version, "after", console)
-    if best := best_checkpoint_of(recipe, run):
-        best.update_link()
-    return evaluation
+@dataclass(frozen=True, slots=True)
+class _Evaluations:
+    """Evaluations before and after training. Each has a process of its own, whose memory is free when it ends."""
 
+    recipe: Recipe
+    run: RunDirectory
+    num_restarts: Counter[str]
+    say: Callable[[str], None]
+    console: Any
 
-def _evaluate(run: RunDirectory, recipe: Recipe, version: int, when: str, console: Any) -> dict[str, Any] | None:
-    """Evaluate the model before training (version 0) or a checkpoint; None without problems."""
-    if not recipe.eval.has_problems:
-        return None
-    model = checkpoint_of(run.checkpoints, version) if version else recipe.model.path
-    sets = [f"{recipe.eval.num_problems} held-out problems"] if recipe.eval.num_problems else []
-    with console.status(
-        f"evaluating {when} training on {', '.join([*sets, *(item.name for item in recipe.eval.sets)])}"
-    ):
-        evaluation = evaluate_model(recipe, model).to_json()
-    append_evaluation(run.evaluations, version, {"when": when, **evaluation})
-    return evaluation
+    def evaluate_trained(self) -> dict[str, Any] | None:
+        """Evaluate the newest checkpoint, and before it the one whose evaluation the end of training interrupted."""
+        newest = newest_checkpoint(self.run.checkpoints)
+        if newest is None:
+            return None
+        version = load_state(newest).version
+        if missed := missed_version(self.recipe, self.run, version):
+            self.evaluate(missed, "after")
+        evaluation = self.evaluate(version, "after")
+        if best := best_checkpoint_of(self.recipe, self.run):
+            best.update_link()
+        return evaluation
+
+    def evaluate(self, version: int, when: str) -> dict[str, Any] | None:
+        """Evaluate the model before training (version 0) or a checkpoint; return None without problems.
+
+        Raises: as `run_locally`.
+        """
+        config, run = self.recipe.eval, self.run
+        if not config.has_problems:
+            return None
+        model = checkpoint_of(run.checkpoints, version) if version else self.recipe.model.path
+        sets = [f"{config.num_problems} held-out problems"] if config.num_problems else []
+        names = ", ".join([*sets, *(item.name for item in config.sets)])
+        bodies = evaluation_bodies(model)
+        with self.console.status(f"evaluating {when} training on {names}"), _weights_directory(run) as directory:
+            supervisor = Supervisor(self.recipe, run, directory, bodies, self.num_restarts, self.say, until=EVALUATION)
+            _supervise(supervisor, run)
+        evaluation: dict[str, Any] = supervisor.results[EVALUATION]
+        append_evaluation(run.evaluations, version, {"when": when, **evaluation})
+        return evaluation
 
 
 def _train(
@@ -120,18 +142,26 @@ def _train(
             advice.update(lines)
             supervisor.newest_version = max([supervisor.newest_version, *(line["version"] for line in lines)])
 
-        try:
-            with _interrupts() as interrupts:
-                supervisor.start()
-                while not supervisor.finished():
-                    supervisor.watch(REFRESH_S)
-                    refresh()
-                    if interrupts:
-                        raise InterruptedRunError(f"stopped; to resume: midflight train {run.path} --resume")
-        finally:
-            supervisor.stop()
-            refresh()
-            supervisor.check()
+        _supervise(supervisor, run, refresh)
+
+
+def _supervise(supervisor: Supervisor, run: RunDirectory, refresh: Callable[[], None] = lambda: None) -> None:
+    """Start the processes and watch them to the end; stop them in any case.
+
+    Raises: as `run_locally`.
+    """
+    try:
+        with _interrupts() as interrupts:
+            supervisor.start()
+            while not supervisor.finished():
+                supervisor.watch(REFRESH_S)
+                refresh()
+                if interrupts:
+                    raise InterruptedRunError(f"stopped; to resume: midflight train {run.path} --resume")
+    finally:
+        supervisor.stop()
+        refresh()
+        supervisor.check()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RunDirectoryError, StreamError
 from midflight.launch.streams import open_batches, open_groups
-from midflight.models.loading import check_same_model
+from midflight.models.directory import check_same_model
 from midflight.protocols import Stream
 from midflight.trainer.checkpoints import load_state, newest_checkpoint, newest_whole_checkpoint
 from midflight.trainer.state import TrainerState

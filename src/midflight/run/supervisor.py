@@ -23,6 +23,7 @@ from ctypes import c_uint64
 from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from typing import Any
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
@@ -108,7 +109,7 @@ class _Worker:
 
 
 class Supervisor:
-    """The processes of a run. The run is over when the trainer is done; then all processes are stopped."""
+    """The processes of a run, or of a part of it, which is over when the role `until` is done."""
 
     def __init__(
         self,
@@ -118,10 +119,12 @@ class Supervisor:
         bodies: Mapping[str, WorkerBody],
         num_restarts: Counter[str],
         report: Callable[[str], None],
+        until: str = "trainer",
     ) -> None:
         """Store the arguments. `num_restarts` counts the restarts of each role; `report` gets lines for the user."""
         self._recipe, self._run, self._weights_directory = recipe, run, weights_directory
         self._bodies, self._num_restarts, self._report = bodies, num_restarts, report
+        self._until = until
         self._workers: dict[str, _Worker] = {}
         self._due_s: dict[str, float] = {}  # role -> time of its restart
         self._crashes_in_a_row: dict[str, int] = {}
@@ -130,13 +133,14 @@ class Supervisor:
         self._has_begun = False
         self._alive, self._living = multiprocessing.Pipe(duplex=False)  # the second end stays in this process
         self.newest_version = 0  # from the metrics; an increase counts as progress
+        self.results: dict[str, Any] = {}  # name of a process -> its result, if it has one
 
     def start(self) -> None:
         for role in {_role_of(name) for name in self._bodies}:
             self._start(role)
 
     def finished(self) -> bool:
-        return "trainer" in self._workers and self._workers["trainer"].done
+        return self._until in self._workers and self._workers[self._until].done
 
     def watch(self, timeout_s: float) -> None:
         """Handle messages and ends of processes; wait up to `timeout_s` for the first.
@@ -154,7 +158,7 @@ class Supervisor:
             if isinstance(item, int):
                 self._handle_end(by_sentinel[item])
         self._check_heartbeats()
-        stopped = [name for name, worker in self._workers.items() if worker.done and _role_of(name) != "trainer"]
+        stopped = [name for name, worker in self._workers.items() if worker.done and _role_of(name) != self._until]
         if stopped and not self.finished():
             raise WorkerError(
                 f"the {min(stopped)} process was stopped; to resume: midflight train {self._run.path} --resume"
@@ -203,6 +207,8 @@ class Supervisor:
                         self._begin_ready()
                     case ("note", text):
                         self._report(text)
+                    case ("result", value):
+                        self.results[worker.name] = value
                     case ("done",):
                         worker.done = True
                     case ("crashed", text):

@@ -1,7 +1,8 @@
 """A worker process of any role: its signals, log, lock, and connection to the supervisor.
 
 A worker sends ("ready",) when it is set up, and waits for ("go",). It ends with ("done",), with ("crashed", text), or,
-if a restart would not help, with ("failed", exit_code, text). It may send ("note", text) for the user at any time.
+if a restart would not help, with ("failed", exit_code, text). It may send ("note", text) for the user at any time, and
+("result", value) before ("done",).
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from midflight.concurrency.wake_up import WAIT_SLICE_S
 from midflight.config import Recipe
@@ -112,6 +111,8 @@ def run_worker(body: WorkerBody, name: str, context: WorkerContext) -> None:
     # Ctrl-C reaches the whole terminal group; only the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _request_stop)
+    import torch  # here, because the supervisor imports this module
+
     torch.set_num_interop_threads(1)
     with context.run.worker_locked(name):
         threading.Thread(target=_end_with_supervisor, args=(name, context), daemon=True).start()

@@ -35,9 +35,11 @@ from midflight.models.prompts import PromptFormat
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
 from midflight.protocols import Generator, PublishedVersions, Stream, TrainerBackend, WeightSender, WeightTransport
 from midflight.run.engines import advance, open_generator, wait_for_engine
-from midflight.run.evaluation import best_checkpoint_of, evaluation_during_run
+from midflight.run.evaluated import best_checkpoint_of
+from midflight.run.evaluation import evaluation_during_run
 from midflight.run.resuming import actor_checkpoint
-from midflight.run.worker_process import WorkerBody, WorkerContext, start_together
+from midflight.run.roles import trainer_role
+from midflight.run.worker_process import WorkerContext, start_together
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import checkpoint_of, load_state, newest_whole_checkpoint
 from midflight.trainer.loop import LoopSettings, TrainLoop
@@ -76,10 +78,6 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
         loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics, lambda: sender.sent_bytes)
         start_together(context)
         loop.run(context.should_stop)
-
-
-def trainer_role(rank: int) -> str:
-    return f"trainer-{rank}" if rank else "trainer"
 
 
 def _resume(backend: TrainerBackend, group: ProcessGroup, context: WorkerContext) -> TrainerState:
@@ -136,17 +134,6 @@ def preprocess_body(context: WorkerContext) -> None:
         loop.run(context.should_stop)
     groups.close()
     batches.close()
-
-
-def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
-    """Return the body of each process of a run, by name."""
-    bodies: dict[str, WorkerBody] = {
-        trainer_role(rank): functools.partial(trainer_body, rank=rank) for rank in range(recipe.trainer.num_ranks)
-    }
-    bodies["rollout"] = rollout_body
-    if recipe.preprocess.process == "own":
-        bodies["preprocess"] = preprocess_body
-    return bodies
 
 
 def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[ChosenBatch] | PreprocessAtOnce:

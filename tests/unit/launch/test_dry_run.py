@@ -18,7 +18,7 @@ from midflight.config.scenario import ListedLengthsConfig, Scenario, SimulationC
 from midflight.launch.dry_run import dry_run, expectation
 from midflight.launch.planning import estimate_scenario
 from midflight.report.dry_run import dry_run_text
-from midflight.run.workers import worker_bodies
+from midflight.run.roles import worker_bodies
 from refusals import Refused
 
 DEMO = SHIPPED_RECIPES["cpu_demo"]

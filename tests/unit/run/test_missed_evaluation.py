@@ -9,7 +9,7 @@ import pytest
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.metrics.evaluations import append_evaluation
-from midflight.run.evaluation import missed_version
+from midflight.run.evaluated import missed_version
 from midflight.trainer.checkpoints import checkpoint_of
 
 

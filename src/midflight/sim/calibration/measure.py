@@ -23,7 +23,7 @@ from midflight.errors import BenchmarkError
 from midflight.experiments.runs import NO_EVALUATION, Report, RunLength, train
 from midflight.launch.build import recipe_schedule
 from midflight.metrics.jsonl import MetricsLine, read_metrics
-from midflight.run.workers import trainer_role
+from midflight.run.roles import trainer_role
 from midflight.tracing.reading import read_spans
 from midflight.tracing.spans import SpanRecord
 from midflight.types import Float64Array

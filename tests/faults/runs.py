@@ -280,12 +280,14 @@ class Run:
         for line in self.process.stderr:
             self.said.append(line)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool], poll_s: float = 0.002) -> None:
+        """Wait for a condition that lasts. `poll_s` = 0 catches one that lasts for less than a millisecond."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not condition():
             assert self.process.poll() is None, f"the run ended: {''.join(self.said)}"
             assert time.monotonic() < deadline_s, f"timeout: {''.join(self.said)}"
-            time.sleep(0.002)
+            if poll_s:
+                time.sleep(poll_s)
 
     def wait_for_steps(self, num_steps: int) -> None:
         """Wait for new optimizer steps; steps repeated by a restarted trainer do not count."""

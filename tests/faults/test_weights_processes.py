@@ -1,0 +1,101 @@
+"""Processes that are killed or stopped at a phase of an update: nothing is lost, and the others go on.
+
+The proxies of an engine tell the phase: the signal is sent by the thread that forwards the bytes, before they go on.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.fleet import Fleet, Server, fleet
+from faults.tcp_proxy import Connection, Effect, Place, in_answer
+from faults.weight_links import WeightLink
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(500)]
+
+MARGIN_S = 6.0  # a new group, and a machine of two cores that starts a process besides
+PHASES: dict[str, Callable[[WeightLink], Place]] = {
+    "while a group is formed": lambda link: link.store(after_bytes=100),
+    "at the announcement": lambda link: link.control(b"POST /request_weight_update"),
+    "during the broadcast": lambda link: link.data(after_bytes=1_200_000),
+    "at the adoption": lambda link: link.control(b"POST /adopt"),
+}
+
+
+def strike(members: Fleet, victim: Server, phase: str, what: str, effect: Effect) -> None:
+    if phase == "while a group is formed":
+        members.proxies.arm(victim.link.data(), Connection.reset)
+    members.strike(f"{what} {phase}", PHASES[phase](victim.link), effect)
+
+
+def test_killed_engines_cost_the_others_nothing(tmp_path: Path) -> None:
+    with fleet(tmp_path / "run") as members:
+        for index, phase in enumerate(PHASES):
+            victim = members.servers[index % 3]
+            others = members.others(victim)
+            strike(members, victim, phase, f"SIGKILL to engine {victim.name}", lambda _: victim.process.kill())  # noqa: B023
+            members.wait_for_updates(others)
+            members.wait_for_tokens(others)
+            members.check_gap(MARGIN_S)
+            victim.restart()
+            members.wait_until_whole()
+
+
+def test_stopped_engines_cost_the_others_nothing(tmp_path: Path) -> None:
+    with fleet(tmp_path / "run") as members:
+        for index, phase in enumerate(PHASES):
+            victim = members.servers[index % 3]
+            others = members.others(victim)
+            what = f"SIGSTOP to engine {victim.name}"
+            strike(members, victim, phase, what, lambda _: victim.signal(signal.SIGSTOP))  # noqa: B023
+            members.wait_for_updates(others)
+            members.wait_for_tokens(others)
+            members.check_gap(MARGIN_S)
+            victim.signal(signal.SIGCONT)
+            members.wait_until_whole()
+
+
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+def test_killed_workers_lose_nothing(tmp_path: Path, role: str) -> None:
+    with fleet(tmp_path / "run") as members:
+        for index, phase in enumerate(PHASES):
+            victim = members.servers[index % 3]
+            strike(members, victim, phase, f"SIGKILL to the {role} process", members.send(role, signal.SIGKILL))
+            members.wait_until_whole()
+
+
+def test_a_stopped_trainer_stops_no_engine(tmp_path: Path) -> None:
+    """Engines sample on, and adopt nothing half received, until the schedule's lag bound is reached."""
+    with fleet(tmp_path / "run") as members:
+        for index, phase in enumerate(PHASES):
+            victim = members.servers[index % 3]
+            stop = members.send("trainer", signal.SIGSTOP)
+            strike(members, victim, phase, "SIGSTOP to the trainer process", stop)
+            members.wait_for_tokens(members.servers, 8)
+            members.resume("trainer")
+            members.wait_until_whole()
+
+
+def test_a_stopped_rollout_process_keeps_no_engine_from_weights(tmp_path: Path) -> None:
+    with fleet(tmp_path / "run") as members:
+        for index, phase in enumerate(PHASES):
+            victim = members.servers[index % 3]
+            stop = members.send("rollout", signal.SIGSTOP)
+            strike(members, victim, phase, "SIGSTOP to the rollout process", stop)
+            members.wait_for_newest_weights()
+            members.resume("rollout")
+            members.wait_until_whole()
+
+
+def test_signals_after_an_adoption_change_nothing(tmp_path: Path) -> None:
+    """The answer to `adopt` is under way when a process dies: the version counts, or is asked for again."""
+    with fleet(tmp_path / "run") as members:
+        for index, role in enumerate(("trainer", "rollout")):
+            link = members.servers[index].link
+            effect = in_answer(members.send(role, signal.SIGKILL))
+            members.strike(f"SIGKILL to the {role} process after an adoption", link.control(b"POST /adopt"), effect)
+            members.wait_until_whole()

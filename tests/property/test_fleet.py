@@ -1,0 +1,287 @@
+"""A fleet on a virtual clock: engines join, leave, die, hang and are slow at any moment, while versions are sent.
+
+The rollout loop, the schedules and the pool are the real ones. The engines are scripted: each has the weights that have
+been staged, the version it was asked for, and the version it samples with. A tick is one iteration of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midflight.errors import GenerationLostError
+from midflight.generation.members import NO_VERSION
+from midflight.generation.pool import EnginePool, PoolHooks
+from midflight.protocols import Generator, Schedule
+from midflight.schedules.april import AprilSchedule
+from midflight.schedules.bounded import BoundedSchedule
+from midflight.schedules.conventional import ConventionalSchedule
+from midflight.schedules.pipeline import PipelineSchedule
+from midflight.testing.fakes import ScriptedGenerator
+from midflight.types import Completion, GenerationRequest
+from property.test_schedules import GROUP_SIZE, Run, World, batch_groups, members, quiet, worlds
+from soak import SOAK
+
+__all__ = ["quiet"]  # a fixture
+
+T = TypeVar("T")
+
+TICK_S = 0.25
+TIMEOUT_TICKS = 20  # `weights.timeout_s`
+PROBE_TICKS = 160  # after which the pool's owner finds out that a server hangs
+MAX_SERVERS = 4
+
+
+class Server(ScriptedGenerator):
+    """A scripted server and the pool's connection to it."""
+
+    def __init__(self, length_of: Callable[[int], int], delay: int) -> None:
+        super().__init__(length_of)
+        self.weight_version = NO_VERSION
+        self.staged = NO_VERSION
+        self.delay = delay  # ticks that a transfer of weights takes
+        self.hangs_since: int | None = None
+        self.is_dead = False
+        self.num_tokens = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.hangs_since is None and not self.is_dead
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        if not self.is_healthy:
+            raise GenerationLostError("the server does not answer")
+        super().add(requests)
+
+    def step(self) -> list[Completion]:
+        if self.is_dead:
+            raise GenerationLostError("the server is gone")
+        if self.hangs_since is not None:
+            return []
+        self.num_tokens += self.num_in_flight
+        return super().step()
+
+    def adopt(self, version: int) -> None:
+        self._asked = max(self._asked, version)
+
+    def _advance_update(self) -> None:
+        if self.weight_version < self._asked <= self.staged:
+            self.weight_version = self.staged
+
+
+class Sender:
+    """Every server gets the newest version on its own, after its delay."""
+
+    def __init__(self) -> None:
+        self._due: dict[Server, tuple[int, int]] = {}  # version, tick of its arrival
+
+    def tick(self, now: int, newest: int, servers: Sequence[Server]) -> None:
+        for server in servers:
+            if not server.is_healthy:
+                self._due.pop(server, None)
+            elif server in self._due:
+                version, arrival = self._due[server]
+                if now >= arrival:
+                    server.staged = max(server.staged, version)
+                    del self._due[server]
+            if server.is_healthy and server not in self._due and server.staged < newest:
+                self._due[server] = newest, now + server.delay
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of one server; `which` chooses among the servers that can change."""
+
+    kind: str
+    which: int
+
+
+KINDS = ("join", "join", "leave", "die", "hang", "resume", "resume", "slow")
+events = st.dictionaries(
+    st.integers(0, 200), st.builds(Event, st.sampled_from(KINDS), st.integers(0, MAX_SERVERS)), max_size=40
+)
+
+
+class FleetRun(Run):
+    """Run on a fleet whose servers change at the ticks of `events`."""
+
+    def __init__(self, schedule: Schedule, batch_size: int, world: World, events: Mapping[int, Event]) -> None:
+        self.events = events
+        self.servers: dict[str, Server] = {}
+        self.sender = Sender()
+        self.num_joined = 0
+        self.pooled_versions: list[int] = []
+        self.longest_stall = 0
+        self._stall = 0
+        self._answers: list[tuple[Server, Future[object], Callable[[], object]]] = []
+        super().__init__(schedule, batch_size, world)
+
+    def make_generator(self) -> Generator:
+        hooks = PoolHooks(discover=self.discover)
+        return EnginePool(self.receiver.version, hooks=hooks, run=self.call, clock=lambda: self.tick * TICK_S)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a call that may block: a server that hangs answers when it goes on, or when it is given up."""
+        generator = getattr(getattr(function, "func", None), "__self__", None)
+        future: Future[T] = Future()
+        if isinstance(generator, Server) and generator.hangs_since is not None:
+            self._answers.append((generator, future, function))  # type: ignore[arg-type]
+        else:
+            future.set_result(function())
+        return future
+
+    def discover(self, pool: EnginePool) -> None:
+        """Do what the registry and the probes do for the pool, and what the user does to the servers."""
+        now = self.tick
+        if event := self.events.get(now):
+            self.change(event, pool)
+        if not self.servers:
+            self.join(pool)
+        for name, server in list(self.servers.items()):
+            given_up = server.hangs_since is not None and now - server.hangs_since > PROBE_TICKS
+            if given_up:
+                pool.lose(name, "no answer")
+            if given_up or server.is_dead or name not in pool.names:
+                del self.servers[name]
+        for answer in list(self._answers):
+            server, future, function = answer
+            if server.is_healthy or server not in self.servers.values():
+                self._answers.remove(answer)
+                future.set_result(function())
+        self.sender.tick(now, self.receiver.version, list(self.servers.values()))
+
+    def change(self, event: Event, pool: EnginePool) -> None:
+        if event.kind == "join" and len(self.servers) < MAX_SERVERS:
+            self.join(pool)
+        candidates = {
+            name: server for name, server in self.servers.items() if server.is_healthy == (event.kind != "resume")
+        }
+        if not candidates:
+            return
+        name = sorted(candidates)[event.which % len(candidates)]
+        server = candidates[name]
+        if event.kind == "leave":
+            pool.leave(name, "asked to leave")
+        elif event.kind == "die":
+            server.is_dead = True
+        elif event.kind == "hang":
+            server.hangs_since = self.tick
+        elif event.kind == "resume":
+            server.hangs_since = None
+        elif event.kind == "slow":
+            server.delay = 3 * TIMEOUT_TICKS
+
+    def join(self, pool: EnginePool) -> None:
+        self.num_joined += 1
+        name = f"{self.num_joined:04}"
+        self.servers[name] = Server(self.world.length_of, self.world.update_ticks * (self.num_joined % 3))
+        pool.join(name, self.servers[name])
+
+    def iteration(self) -> None:
+        num_tokens, healthy = self.total_tokens(), self.healthy()
+        is_training = len(self.batches) > self.receiver.version
+        super().iteration()
+        self.pooled_versions.append(self.generator.weight_version)
+        # Nothing moves: no token, no training, no grade under way, although a server could sample.
+        waits = not is_training and self.total_tokens() == num_tokens and not self.actor.num_ungraded
+        self._stall = self._stall + 1 if waits and healthy & self.healthy() else 0
+        self.longest_stall = max(self.longest_stall, self._stall)
+
+    def healthy(self) -> set[str]:
+        return {name for name, server in self.servers.items() if server.is_healthy}
+
+    def total_tokens(self) -> int:
+        return sum(server.num_tokens for server in self.servers.values())
+
+    def settle(self) -> None:
+        """End all faults, and give the servers the time of an update."""
+        self.events = {}
+        for server in self.servers.values():
+            server.hangs_since, server.delay = None, min(server.delay, 4)
+        newest = self.receiver.version
+        for _ in range(4 * TIMEOUT_TICKS):
+            self.generator.adopt(newest)
+            self.generator.step()
+            self.tick += 1
+
+    def check_versions(self) -> None:
+        assert self.pooled_versions == sorted(self.pooled_versions), "the version of the pool decreased"
+        self.settle()
+        newest = self.receiver.version
+        assert {server.weight_version for server in self.servers.values()} == {newest}
+
+
+@pytest.mark.slow
+@given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
+@settings(max_examples=30 * SOAK)
+def test_lag_bounds_hold_while_servers_fail(
+    world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, Event]
+) -> None:
+    batch_size = num_groups * GROUP_SIZE
+    schedules: list[Schedule] = [
+        PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag),
+        BoundedSchedule(batch_size, max_lag),
+        BoundedSchedule(batch_size, max_lag, "boundary"),
+        ConventionalSchedule(batch_size, max_lag + 1),
+    ]
+    for schedule in schedules:
+        run = FleetRun(schedule, batch_size, world, events).finish()
+        assert max(run.lags()) <= max_lag
+        run.check_accounts()
+        run.check_versions()
+    assert all(len(set(rollout.generated.weight_versions.tolist())) == 1 for rollout in members(run.trained))
+
+
+@pytest.mark.slow
+@given(worlds, batch_groups, st.none() | st.integers(1, 3), events)
+@settings(max_examples=30 * SOAK)
+def test_april_bounds_versions_while_servers_fail(
+    world: World, num_groups: int, max_versions: int | None, events: dict[int, Event]
+) -> None:
+    batch_size = num_groups * GROUP_SIZE
+    run = FleetRun(AprilSchedule(batch_size, GROUP_SIZE, 2.0, max_versions), batch_size, world, events).finish()
+    run.check_accounts()
+    run.check_versions()
+    if max_versions is not None:
+        versions = [
+            set(rollout.generated.weight_versions.tolist()) for batch in run.batches for rollout in members(batch)
+        ]
+        assert max(map(len, versions)) <= max_versions
+
+
+@pytest.mark.slow
+@given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
+@settings(max_examples=30 * SOAK)
+def test_no_server_makes_the_fleet_wait_for_longer_than_the_timeout(
+    world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, Event]
+) -> None:
+    batch_size = num_groups * GROUP_SIZE
+    run = FleetRun(PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag), batch_size, world, events)
+    assert run.finish().longest_stall <= TIMEOUT_TICKS
+
+
+def test_pipeline_fills_every_engine() -> None:
+    world = World(lengths=[40], train_ticks=[1], grade_ticks=[0])
+    joins = {5: Event("join", 0), 10: Event("join", 0)}
+    run = FleetRun(PipelineSchedule(2, num_in_flight=3, queue_capacity=64), 2, world, joins)
+    for _ in range(30):
+        run.iteration()
+    assert run.actor.ledger.num_in_flight == 3 * 3
+    assert min(each.num_in_flight for each in run.servers.values()) >= 2
+
+
+def test_rollouts_of_a_dead_server_go_on_elsewhere() -> None:
+    world = World(lengths=[60], train_ticks=[1], grade_ticks=[0])
+    events = {2: Event("join", 0), 30: Event("die", 0)}
+    run = FleetRun(PipelineSchedule(2, num_in_flight=3, queue_capacity=64), 2, world, events)
+    while run.tick <= 30:
+        run.iteration()
+    carried = [rollout for rollout in run.actor.open_rollouts() if len(run.actor.tokens_of(rollout, 0))]
+    run.finish().check_accounts()
+    assert carried

@@ -29,7 +29,6 @@ _NUM_STEPS = 20  # the weights after this number of optimizer steps are hashed
 _COMMON = (
     *("run.seed=3", "batch.batch_size=16", "batch.group_size=4", "sampling.max_tokens=60"),
     *("trainer.learning_rate=1e-3", f"trainer.max_steps={_NUM_BATCHES}", "schedule.num_in_flight=24"),
-    "engine.max_update_pause_s=1000",  # new weights are adopted at once, not in slices
 )
 _SCHEDULES: dict[str, tuple[str, ...]] = {
     "conventional": ("schedule.type=conventional", "schedule.steps_per_rl_step=4"),

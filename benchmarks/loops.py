@@ -13,6 +13,7 @@ from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.shares import Shares
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
+from midflight.engine.delegating import DelegatingGenerator
 from midflight.evals.during_run import EvaluationDuringRun
 from midflight.launch.build import (
     build_actor_config,
@@ -28,7 +29,7 @@ from midflight.launch.prompts import build_prompts
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
 from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.protocols import Generator
+from midflight.protocols import Generator, LocalEngine, WeightReceiver
 from midflight.run.evaluation import evaluation_during_run, num_slots
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
@@ -37,7 +38,7 @@ from midflight.tracing.spans import Tracer
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
-from midflight.types import ChosenBatch, TrainingBatch
+from midflight.types import ChosenBatch, Completion, TrainingBatch
 
 TRAIN_TICKS = 7  # iterations of the rollout loop during one optimizer step, in `run_steps`
 
@@ -63,6 +64,31 @@ class _Groups(MemoryStream[ChosenBatch]):
 
     def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
         return super().append(self._codec.decode(self._codec.encode(record)), timeout_s)
+
+
+class PullsAtOnce(DelegatingGenerator):
+    """Implements Generator by a LocalEngine: `adopt` stages the newest weights in the caller's thread.
+
+    So the token from which on a version is used does not depend on the machine's speed.
+    """
+
+    def __init__(self, engine: LocalEngine, receiver: WeightReceiver) -> None:
+        super().__init__(engine)
+        self._engine, self._receiver = engine, receiver
+        self._adopted = 0
+
+    @property
+    def weight_version(self) -> int:
+        return max(self._adopted, self._engine.weight_version)
+
+    def step(self) -> list[Completion]:
+        return self._engine.step()
+
+    def adopt(self, version: int) -> None:
+        incoming = self._receiver.receive()
+        self._engine.stage(incoming)
+        self._engine.adopt(version)
+        self._adopted = incoming.version  # samples the next token
 
 
 class _SameThreadWeights(InProcessWeights):
@@ -100,11 +126,11 @@ def build_loops(
     engine = build_engine(
         recipe,
         load_config(recipe.model.path),
-        weights.receive()[1],
+        dict(weights.receive().tensors),
         max_num_seqs=schedule.max_in_flight + num_slots(recipe),
     )
     environment = build_all_environments(recipe)
-    shares = Shares(generator_of(engine), ImmediateGrader(environment))
+    shares = Shares(generator_of(PullsAtOnce(engine, weights)), ImmediateGrader(environment))
     evaluation = evaluation_during_run(recipe, RunDirectory(directory), 0, shares, environment, prompts)
     actor_config = build_actor_config(recipe, prompts)
     actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts)

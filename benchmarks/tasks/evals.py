@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +19,13 @@ import torch
 from benchmarks.loops import Loops, run_steps
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.config.run_directory import RunDirectory
+from midflight.engine.delegating import DelegatingGenerator
 from midflight.evals.figures import majority_correctness, pass_at_k
 from midflight.metrics.evaluations import read_evaluations
 from midflight.protocols import Generator
 from midflight.run.evaluation import evaluate_model
 from midflight.trainer.checkpoints import checkpoint_of
-from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from midflight.types import Completion, GenerationRequest, RolloutId
 
 Row = dict[str, Any]
 
@@ -55,11 +53,11 @@ _SCHEDULES = {
 }
 
 
-class CountingGenerator:
+class CountingGenerator(DelegatingGenerator):
     """A Generator that counts the tokens that the generator behind it samples."""
 
     def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+        super().__init__(generator)
         self._had: dict[RolloutId, int] = {}  # tokens of each request when it was added
         self._num_ended = 0
 
@@ -69,37 +67,15 @@ class CountingGenerator:
         in_flight = sum(len(self._generator.generated(rollout)) - had for rollout, had in self._had.items())
         return self._num_ended + in_flight
 
-    @property
-    def weight_version(self) -> int:
-        return self._generator.weight_version
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._generator.num_in_flight
-
-    @property
-    def num_engines(self) -> int:
-        return self._generator.num_engines
-
-    @property
-    def update_pending(self) -> bool:
-        return self._generator.update_pending
-
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         self._generator.add(requests)
         self._had |= {item.rollout_id: len(item.generated) if item.generated else 0 for item in requests}
-
-    def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
-        return self._generator.generated(rollout_id, start)
 
     def step(self) -> list[Completion]:
         return self._count(self._generator.step())
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         return self._count(self._generator.abort(rollout_ids))
-
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self._generator.update_weights(version, weights)
 
     def _count(self, completions: list[Completion]) -> list[Completion]:
         for completion in completions:

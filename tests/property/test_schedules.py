@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +16,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import ks_2samp
-from torch import Tensor
 
 from midflight.actor.actor import Actor, ActorConfig
 from midflight.actor.loop import Intervals, RolloutLoop
 from midflight.actor.partials import PartialBuffer
-from midflight.errors import GenerationLostError
-from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.metrics.lengths import length_bias
 from midflight.models.prompts import PromptFormat
 from midflight.preprocess.advantages import group_mean
@@ -42,7 +39,6 @@ from midflight.trainer.state import TrainerState
 from midflight.types import (
     BatchChoice,
     ChosenBatch,
-    Completion,
     FleetView,
     Grade,
     Problem,
@@ -73,6 +69,7 @@ class World:
     train_ticks: list[int]
     grade_ticks: list[int]
     update_ticks: int = 0
+    replaces: bool = True  # a version asked for during an update replaces the older one, or comes after it
     failing: frozenset[int] = frozenset()  # groups
     no_signal: frozenset[int] = frozenset()  # groups whose rewards are all equal
     grades_groups: bool = False  # all responses of a group are graded together
@@ -87,14 +84,15 @@ worlds = st.builds(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     train_ticks=st.lists(st.integers(1, 25), min_size=1, max_size=8),
     grade_ticks=st.lists(st.sampled_from([0, 0, 0, 1, 7, 40]), min_size=1, max_size=7),
-    update_ticks=st.sampled_from([0, 0, 1, 4]),
+    update_ticks=st.sampled_from([0, 0, 1, 4, 30]),
+    replaces=st.booleans(),
     failing=groups,
     no_signal=groups,
     grades_groups=st.booleans(),
 )
 batch_groups = st.integers(1, 3)
 # New weights arrive several ticks before they sample; admission must depend on the weights that sample.
-slow_updates = World(lengths=[5], train_ticks=[3], grade_ticks=[0], update_ticks=4)
+slow_updates = World(lengths=[5], train_ticks=[3], grade_ticks=[0], update_ticks=4, replaces=False)
 
 
 class Verifier(CountingEnvironment):
@@ -131,8 +129,8 @@ class Recording(Actor):
         return chosen
 
 
-class Receiver:
-    """Weight receiver whose weights are only a version number."""
+class Versions:
+    """The versions that the trainer has published."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -140,11 +138,10 @@ class Receiver:
     def newest_version(self) -> int:
         return self.version
 
-    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
-        return self.version, {}
-
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         return False
+
+    def close(self) -> None: ...
 
 
 class Run:
@@ -165,7 +162,7 @@ class Run:
         sampling = SamplingParams(max_tokens=1_000_000)
         self.config = ActorConfig(batch_size, group_size, sampling, seed=0, dynamic_sampling=dynamic_sampling)
         self.schedule, self.world, self.partials, self.num_steps = schedule, world, partials, num_steps
-        self.receiver = Receiver()
+        self.receiver = Versions()
         self.stream: MemoryStream[TrainingBatch] = MemoryStream(capacity)
         self.checkpoint = TrainerState()
         self.batches: list[list[RolloutGroup]] = []
@@ -199,7 +196,7 @@ class Run:
         )
 
     def make_generator(self) -> Generator:
-        generator = ScriptedGenerator(self.world.length_of, self.world.update_ticks)
+        generator = ScriptedGenerator(self.world.length_of, self.world.update_ticks, self.world.replaces)
         generator.weight_version = self.receiver.version
         return generator
 
@@ -334,96 +331,6 @@ def test_april_loses_no_token_and_bounds_versions_per_rollout(
         )
     if max_versions is not None:
         assert max(len(set(tokens.weight_versions.tolist())) for tokens in batched) <= max_versions
-
-
-class LosableGenerator(ScriptedGenerator):
-    """Generator that fails on request and keeps its rollouts."""
-
-    is_lost = False
-
-    def step(self) -> list[Completion]:
-        if self.is_lost:
-            raise GenerationLostError("the engine is gone")
-        return super().step()
-
-
-class PooledRun(Run):
-    """Run on engines that join, leave and fail, with different update times. `events`: tick to an engine and action."""
-
-    def __init__(self, schedule: Schedule, batch_size: int, world: World, events: Mapping[int, int]) -> None:
-        self.events = events
-        self.num_joined = 0
-        super().__init__(schedule, batch_size, world)
-
-    def make_generator(self) -> Generator:
-        self.members: dict[str, LosableGenerator] = {}
-        hooks, clock = (
-            PoolHooks(discover=self.discover),
-            lambda: float(self.tick),
-        )  # so an engine can be set aside as slow
-        return EnginePool(self.receiver.version, {}, hooks=hooks, clock=clock)
-
-    def discover(self, pool: EnginePool) -> None:
-        which = self.events.get(self.tick)
-        names = sorted(pool.names)
-        if not names or (which is not None and which % 3 == 0 and len(names) < 4):
-            self.num_joined += 1
-            name = f"{self.num_joined:04}"
-            self.members[name] = LosableGenerator(self.world.length_of, self.world.update_ticks * (self.num_joined % 3))
-            pool.join(name, self.members[name])
-        elif which is not None and which % 3 == 1:
-            self.members[names[which % len(names)]].is_lost = True
-        elif which is not None:
-            pool.leave(names[which % len(names)], "asked to leave")
-
-
-events = st.dictionaries(st.integers(0, 150), st.integers(0, 100), max_size=40)
-
-
-@pytest.mark.slow
-@given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
-@settings(max_examples=40 * SOAK)
-def test_lag_bounds_hold_with_engines_at_different_versions(
-    world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, int]
-) -> None:
-    batch_size = num_groups * GROUP_SIZE
-    world = replace(world, update_ticks=world.update_ticks or 2)
-    schedules: list[Schedule] = [
-        PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag),
-        BoundedSchedule(batch_size, max_lag),
-        BoundedSchedule(batch_size, max_lag, "boundary"),
-        ConventionalSchedule(batch_size, max_lag + 1),
-    ]
-    for schedule in schedules:
-        run = PooledRun(schedule, batch_size, world, events).finish()
-        assert max(run.lags()) <= max_lag
-        run.check_accounts()
-    assert all(len(set(rollout.generated.weight_versions.tolist())) == 1 for rollout in members(run.trained))
-
-
-@pytest.mark.slow
-@given(worlds, batch_groups, st.none() | st.integers(1, 3), events)
-@settings(max_examples=40 * SOAK)
-def test_april_bounds_versions_while_engines_join_and_leave(
-    world: World, num_groups: int, max_versions: int | None, events: dict[int, int]
-) -> None:
-    batch_size = num_groups * GROUP_SIZE
-    run = PooledRun(AprilSchedule(batch_size, GROUP_SIZE, 2.0, max_versions), batch_size, world, events).finish()
-    run.check_accounts()
-    if max_versions is not None:
-        versions = [
-            set(rollout.generated.weight_versions.tolist()) for batch in run.batches for rollout in members(batch)
-        ]
-        assert max(map(len, versions)) <= max_versions
-
-
-def test_pipeline_fills_every_engine() -> None:
-    world = World(lengths=[40], train_ticks=[1], grade_ticks=[0])
-    run = PooledRun(PipelineSchedule(2, num_in_flight=3, queue_capacity=64), 2, world, {5: 0, 10: 0})
-    for _ in range(20):
-        run.iteration()
-    assert run.actor.ledger.num_in_flight == 3 * 3
-    assert min(each.num_in_flight for each in run.members.values()) >= 2
 
 
 def run_in_flight(run: Run) -> list[tuple[RolloutId, int]]:

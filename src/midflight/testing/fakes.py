@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 class ScriptedGenerator:
     """A Generator whose rollout i takes `length_of(i)` steps. Every token is 0 and has the current weight version.
 
-    New weights arrive `update_steps` steps after `adopt`, or at once if nothing is in flight. If a newer version is
-    asked for meanwhile, the newer one arrives instead, and not later.
+    The weights of a version arrive `update_steps` steps after they are asked for, or in the next step if nothing is in
+    flight. A newer version that is asked for meanwhile replaces the older one, or comes after it (`replaces` = False).
     """
 
-    def __init__(self, length_of: Callable[[int], int], update_steps: int = 0) -> None:
+    def __init__(self, length_of: Callable[[int], int], update_steps: int = 0, replaces: bool = True) -> None:
         self.weight_version = 0
-        self._length_of, self._update_steps = length_of, update_steps
-        self._asked, self._steps_left = 0, 0  # newest version asked for, and steps until it is here
+        self._length_of, self._update_steps, self._replaces = length_of, update_steps, replaces
+        self._wishes: list[int] = []  # versions asked for that are not here yet
+        self._steps_left = 0  # until the first wish is here
         self._versions: dict[RolloutId, list[int]] = {}
 
     @property
@@ -67,17 +68,23 @@ class ScriptedGenerator:
         return [self._take(rollout_id, FinishReason.ABORT) for rollout_id in rollout_ids]
 
     def adopt(self, version: int) -> None:
-        if version > self._asked:
-            if self._asked <= self.weight_version:
-                self._steps_left = self._update_steps + 1
-            self._asked = version
-        self._advance_update()
+        if version <= max([self.weight_version, *self._wishes]):
+            return
+        if not self._wishes:
+            self._steps_left = self._update_steps
+        elif self._replaces:
+            self._wishes.pop()
+        self._wishes.append(version)
+        if not self._versions:
+            self._wishes, self._steps_left = [version], 0
 
     def _advance_update(self) -> None:
-        if self._asked > self.weight_version:
-            self._steps_left -= 1
-            if self._steps_left <= 0 or not self._versions:
-                self.weight_version = self._asked
+        if not self._wishes:
+            return
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            self.weight_version = self._wishes.pop(0)
+            self._steps_left = self._update_steps
 
     def _take(self, rollout_id: RolloutId, reason: FinishReason) -> Completion:
         return Completion(rollout_id, _tokens(self._versions.pop(rollout_id)), reason)

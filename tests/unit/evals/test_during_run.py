@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -24,9 +24,6 @@ from midflight.streams.memory import MemoryStream
 from midflight.testing.fakes import CountingEnvironment, DigitTokenizer, ImmediateGrader, ScriptedGenerator
 from midflight.tracing.spans import Tracer
 from midflight.types import ChosenBatch, Completion, FleetView, Problem, SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BATCH, GROUP, EVERY = 8, 2, 4
 PROBLEMS = [Problem(f"{100 + index}", prompt="1") for index in range(5)]
@@ -62,19 +59,18 @@ class CountingGenerator(ScriptedGenerator):
         return completions
 
 
-class Weights:
-    """A trainer's newest version, without tensors."""
+class Versions:
+    """The newest version of a trainer."""
 
     version = 0
 
     def newest_version(self) -> int:
         return self.version
 
-    def receive(self) -> tuple[int, Mapping[str, Tensor]]:
-        return self.version, {}
-
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         return self.version > newer_than
+
+    def close(self) -> None: ...
 
 
 class Run:
@@ -93,11 +89,11 @@ class Run:
         pool_of: int = 0,
     ) -> None:
         self.results: list[tuple[int, dict[str, Any]]] = []
-        self.weights, self.stream = Weights(), MemoryStream[ChosenBatch](capacity=1000)
+        self.weights, self.stream = Versions(), MemoryStream[ChosenBatch](capacity=1000)
         self.batches: list[ChosenBatch] = []
         self.train_ticks, self._done_at, self.tick = train_ticks, 0, 0
         self.generator = CountingGenerator(answer_steps, update_steps)
-        pool = EnginePool(0, {})
+        pool = EnginePool(0)
         for index in range(pool_of):
             pool.join(str(index), CountingGenerator(answer_steps, update_steps + index))
         environment = CountingEnvironment(lambda index: float(index % 2))

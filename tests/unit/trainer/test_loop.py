@@ -34,7 +34,7 @@ class ScalarBackend:
 
     def __init__(self) -> None:
         self.weight = torch.zeros((), requires_grad=True)
-        self.published: list[int] = []
+        self.published: list[tuple[int, bool]] = []  # version, and whether its weights are new
 
     def init(self, rank: int) -> None: ...
 
@@ -55,10 +55,10 @@ class ScalarBackend:
         finite = bool(gradient.isfinite())
         with torch.no_grad():
             self.weight -= learning_rate * gradient if finite else 0.0
-        return OptimizerStep(float(gradient), skipped=not finite)
+        return OptimizerStep(float(gradient), skipped=not finite, changed=finite and learning_rate > 0)
 
-    def publish_weights(self, version: int) -> None:
-        self.published.append(version)
+    def publish_weights(self, version: int, changed: bool = True) -> None:
+        self.published.append((version, changed))
 
     def save(self, directory: Path) -> None:
         (directory / "weight").write_text(str(float(self.weight.detach())))
@@ -136,7 +136,7 @@ def test_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
         loop.run(lambda: False)
     assert loop.state.version == 3
     assert float(backend.weight.detach()) == pytest.approx(1 + math.e)
-    assert backend.published == [1, 2, 3]
+    assert backend.published == [(1, True), (2, False), (3, True)]
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 0.0]
 
 

@@ -1,139 +1,88 @@
-"""Weights as the byte tensors that a process group broadcasts: large tensors in place, small ones packed together.
+"""Weights as the bytes that a process group carries: tensors in buckets, buckets in pieces.
 
-Small tensors are packed because a small broadcast costs about as much as a broadcast of 1 MB. Large tensors are not,
-because the copy would cost about half as much as the broadcast. Sender and receiver derive the same buckets from the
-same announcement.
+A tensor lies in one bucket, so a receiver needs memory for a few buckets only. A bucket travels in pieces, so an engine
+passes on the first bytes of a large tensor before the last ones arrive. Sender and receivers derive the same buckets
+and pieces from the same announcement.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from midflight.types import TensorSpec
 from midflight.weights.slot_file import SlotLayout, lay_out
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-# gloo has two threads. With at most two transfers in flight, no transfer waits in gloo's queue while its timeout runs,
-# and a transfer that fails also ends the other one.
-_NUM_IN_FLIGHT = 2
+# Smaller pieces cost more calls; larger ones leave the cache between arrival, passing on and use.
+PIECE_BYTES = 4 << 20
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[SlotLayout]:
-    """Group the tensors, in order, into buckets of up to `bucket_bytes`.
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive tensors as one flat array of bytes; each tensor starts at a multiple of 64."""
 
-    A tensor of at least a quarter of `bucket_bytes` gets a bucket of its own.
+    layout: SlotLayout
+    offset: int  # of this bucket in an array of all buckets (bytes)
+    num_bytes: int  # without padding after the last tensor
+
+    def pieces(self, piece_bytes: int = PIECE_BYTES) -> Iterator[slice]:
+        """Yield the ranges of bytes that travel together, in order."""
+        for start in range(0, self.num_bytes, piece_bytes):
+            yield slice(start, min(start + piece_bytes, self.num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Position of a bucket in a ring: the offset (bytes), and the number of buckets that must have left before."""
+
+    offset: int
+    num_left: int
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Group the tensors, in order, into buckets of up to `bucket_bytes`; a larger tensor gets its own bucket.
 
     Raises: WeightUpdateError if a name is announced twice or a dtype cannot be sent.
     """
-    buckets: list[list[TensorSpec]] = []
-    start, is_open = 0, False
+    groups: list[list[TensorSpec]] = []
+    offsets: list[int] = []
     for placed in lay_out(specs).tensors:
-        is_small = 4 * placed.num_bytes < bucket_bytes
-        if not (is_open and is_small and placed.offset + placed.num_bytes - start <= bucket_bytes):
-            buckets.append([])
-            start = placed.offset
-        buckets[-1].append(placed.spec)
-        is_open = is_small
-    return [lay_out(bucket) for bucket in buckets]
+        if not groups or placed.offset + placed.num_bytes - offsets[-1] > bucket_bytes:
+            groups.append([])
+            offsets.append(placed.offset)
+        groups[-1].append(placed.spec)
+    layouts = [lay_out(group) for group in groups]
+    return [Bucket(layout, offset, _num_bytes(layout)) for layout, offset in zip(layouts, offsets, strict=True)]
 
 
-class Packer:
-    """The sender's side: packs weights into buckets, in memory that is reused."""
-
-    def __init__(self) -> None:
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * _NUM_IN_FLIGHT
-
-    @torch.no_grad()
-    def pack(
-        self, buckets: Sequence[SlotLayout], weights: Mapping[str, Tensor], device: torch.device
-    ) -> Iterator[Tensor]:
-        """Yield the bytes of each bucket, on the device. They stay valid until `_NUM_IN_FLIGHT` more buckets are taken.
-
-        A bucket of one tensor is a view of that tensor, which must not change during the broadcast.
-        """
-        for index, layout in enumerate(buckets):
-            if len(layout.tensors) == 1:
-                tensor = weights[layout.tensors[0].spec.name].detach().to(device).contiguous()
-                yield tensor.reshape(-1).view(torch.uint8)
-            else:
-                slot = index % _NUM_IN_FLIGHT
-                if self._memory[slot].device != device or len(self._memory[slot]) < layout.slot_bytes:
-                    self._memory[slot] = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)
-                bucket = self._memory[slot][: _num_bytes(layout)]
-                for name, view in layout.views(bucket).items():
-                    _copy(view, weights[name])
-                yield bucket
+def all_bytes(buckets: Sequence[Bucket]) -> int:
+    """Size of an array of all buckets (bytes)."""
+    return buckets[-1].offset + buckets[-1].layout.slot_bytes if buckets else 0
 
 
-class Unpacker:
-    """The receiver's side: tensors are views of the memory in which the buckets arrive."""
+def place_in_ring(buckets: Sequence[Bucket], bucket_bytes: int) -> tuple[list[Place], int]:
+    """Return the place of each bucket in a ring and the size of the ring (bytes).
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def allocate(self, buckets: Sequence[SlotLayout]) -> list[Tensor]:
-        """Return one uint8 tensor per bucket. On a CPU, the memory of the last call is reused.
-
-        Fresh CPU memory costs a page fault every 4 kB, about as much as the transfer. A device has a caching allocator,
-        and less memory to keep.
-        """
-        size = sum(layout.slot_bytes for layout in buckets)
-        memory = self._memory
-        if len(memory) < size:
-            memory = torch.empty(size, dtype=torch.uint8, device=memory.device)
-            if memory.is_cpu:
-                self._memory = memory
-        slots = torch.split(memory[:size], [layout.slot_bytes for layout in buckets])
-        return [slot[: _num_bytes(layout)] for slot, layout in zip(slots, buckets, strict=True)]
-
-
-def broadcast_all(group: Any, tensors: Iterable[Tensor], num_tensors: int, timeout_s: float) -> None:
-    """Broadcast the tensors from rank 0, in order; the next tensor is taken from `tensors` while one is in flight.
-
-    Raises: RuntimeError if a broadcast fails or times out.
+    The ring has room for the largest bucket and another one, and for at least three of `bucket_bytes`, if the buckets
+    are as large.
     """
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = timedelta(seconds=timeout_s)
-    in_flight: deque[Callable[[], None]] = deque()
-
-    def start(index: int, tensor: Tensor) -> Callable[[], None]:
-        work = group.broadcast([tensor], options)
-
-        def finish() -> None:
-            try:
-                work.wait(options.timeout)
-                if tensor.is_cuda:
-                    torch.cuda.synchronize(tensor.device)
-            except RuntimeError as error:
-                raise RuntimeError(f"bucket {index + 1} of {num_tensors}: {error}") from error
-
-        return finish
-
-    for index, tensor in enumerate(tensors):
-        in_flight.append(start(index, tensor))
-        if len(in_flight) == _NUM_IN_FLIGHT:
-            in_flight.popleft()()
-    while in_flight:
-        in_flight.popleft()()
+    sizes = [bucket.layout.slot_bytes for bucket in buckets]
+    capacity = min(sum(sizes), max(max(sizes, default=0) + bucket_bytes, 3 * bucket_bytes))
+    places: list[Place] = []
+    end = 0
+    for index, size in enumerate(sizes):
+        offset = end if end + size <= capacity else 0
+        end = offset + size
+        overlapping = (
+            earlier
+            for earlier in range(index - 1, -1, -1)
+            if places[earlier].offset < end and offset < places[earlier].offset + sizes[earlier]
+        )
+        places.append(Place(offset, next(overlapping, -1) + 1))
+    return places, capacity
 
 
 def _num_bytes(layout: SlotLayout) -> int:
     """Number of bytes without the padding after the last tensor."""
     return max((placed.offset + placed.num_bytes for placed in layout.tensors), default=0)
-
-
-def _copy(to: Tensor, source: Tensor) -> None:
-    """Copy a tensor. Between CPUs use this thread only: torch's other threads would wait for cores busy sending."""
-    if to.is_cpu and source.is_cpu and source.is_contiguous():
-        np.copyto(to.reshape(-1).view(torch.uint8).numpy(), source.detach().reshape(-1).view(torch.uint8).numpy())
-    else:
-        to.copy_(source)

@@ -1,53 +1,52 @@
-"""Weights over a separate process group: rank 0 sends, the other ranks receive; gloo, or NCCL between CUDA devices.
+"""A process group that carries weights: rank 0, the trainer, sends; the other ranks are engines.
 
-    sender (the trainer, rank 0)                       receiver (an engine, rank 1, 2, ...)
-    connect  waits for: every receiver to be ready     join     waits for: the store, then the whole group
-             unblocked by: all ready, a refusal, timeout        unblocked by: all joined, timeout
-    send     waits for: every receiver to be ready     receive  waits for: one bucket after another
-             unblocked by: all ready, a refusal, timeout        unblocked by: each bucket, timeout, a lost peer
+    trainer (group_source.py)                             engine (group_receiver.py)
+    invites engines, over HTTP                            connects to the store of the group
+    waits for: all invited engines to be ready            sets ready/RANK to its address
+               unblocked by: all ready or failed, timeout
+    sets `members`: the engines that were ready           waits for: `members`; unblocked by: the key, timeout
+    connects to all members                               connects to all members
 
-The caller delivers invitations and announcements to the receivers, for example over HTTP. A receiver that accepts one
-sets its key in the group's store. If the call fails, the sender's side sets the key to a refusal, so that no peer waits
-for a transfer that never starts. Any error closes the group; the group can be set up again at once.
+An engine that is dead or slow thus costs the others one bounded wait, and they form the group without it. The key
+`members` gives the engines their final ranks.
 
-Tensors travel as bytes, in the buckets of the module `buckets`. The store holds short byte strings only: nothing is
-ever unpickled.
+gloo: a chain. Each rank receives from the rank before it and passes the bytes on to the rank after it, so the trainer
+sends every byte once. NCCL: a broadcast from rank 0. The store holds short strings; nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
-from midflight.weights.buckets import DEFAULT_BUCKET_BYTES, Packer, Unpacker, broadcast_all, plan_buckets
-from midflight.weights.specs import specs_of
 
 Backend = Literal["gloo", "nccl"]
-Answer = TypeVar("Answer")
 
 DEFAULT_TIMEOUT_S = 60.0
-_READY, _REFUSED = "ready", "refused"
+MEMBERS = "midflight/members"  # key of the store: "RANK@ADDRESS RANK@ADDRESS ...", in the order of the chain
+REFUSED = "-"  # value of a key ready/RANK: the invitation of this engine has failed
+NUM_AHEAD = 2  # transfers started ahead, so that the next piece follows at once
+# The trainer finds out which rank is late and closes the group. The ranks themselves wait longer than that.
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The data a receiver needs to join. `timeout_s` limits the join, and each bucket (seconds)."""
+    """The data an engine needs to join. `timeout_s` limits the join, and the wait for a part of the weights (seconds).
+
+    `rank` and `world_size` count all invited engines; the group may turn out smaller.
+    """
 
     master_address: str
     master_port: int
@@ -66,6 +65,32 @@ class Announcement:
     bucket_bytes: int
 
 
+class Transfer(Protocol):
+    """A transfer of some bytes that has been started."""
+
+    def wait(self) -> None:
+        """Wait for the end of the transfer; called once. Raises: RuntimeError if it failed."""
+        ...
+
+
+class Links(Protocol):
+    """The connections of one rank. Transfers end in the order in which they were started."""
+
+    def send(self, piece: Tensor, index: int) -> Transfer:
+        """Send the `index`-th piece of an update to the next rank."""
+        ...
+
+    def receive(self, piece: Tensor, index: int) -> Transfer: ...
+
+    def abort(self) -> None:
+        """Close all connections; running and later transfers fail at once. Callable from any thread, repeatedly."""
+        ...
+
+
+def ready_key(rank: int) -> str:
+    return f"midflight/ready/{rank}"
+
+
 def local_address(host: str, port: int) -> str:
     """Address at which `host` can reach this machine: loopback if `host` is loopback. Sends nothing.
 
@@ -80,204 +105,87 @@ def local_address(host: str, port: int) -> str:
         raise WeightUpdateError(f"no route to {host}: {error.strerror}") from error
 
 
-class ProcessGroupReceiver:
-    """An engine's end; the constructor joins the group.
+def connect_links(
+    store: TCPStore, address: str, rank: int, world_size: int, invitation: Invitation, device: torch.device
+) -> Links:
+    """Connect to all other ranks, in a group separate from torch's default group. `address` is this machine's.
 
-    Raises: WeightUpdateError if the group is not complete in time.
+    Raises: RuntimeError if a rank is missing after the timeout.
     """
-
-    def __init__(self, invitation: Invitation, device: torch.device | str = "cpu") -> None:
-        self._timeout_s = invitation.timeout_s
-        self._unpacker = Unpacker(torch.device(device) if invitation.backend == "nccl" else torch.device("cpu"))
-        self._key = _key(invitation.rank)
-        address, port = invitation.master_address, invitation.master_port
-        try:
-            # Checked first: torch fills the log with stack traces when it cannot reach a store.
-            socket.create_connection((address, port), invitation.timeout_s).close()
-            self._store = TCPStore(
-                address, port, None, False, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False
-            )
-            self._store.set(self._key, _READY)
-            self._group: Any = _process_group(self._store, invitation)
-        except (OSError, RuntimeError) as error:
-            raise WeightUpdateError(
-                f"rank {invitation.rank} cannot join {address}:{port}: {reason_of_gloo(error)}"
-            ) from error
-
-    def receive(self, announcement: Announcement) -> dict[str, Tensor]:
-        """Return the announced tensors. They belong to the caller until the next `receive`.
-
-        Raises: WeightUpdateError if the sender is lost or late; the group is then closed.
-        """
-        buckets = plan_buckets(announcement.specs, announcement.bucket_bytes)
-        memory = self._unpacker.allocate(buckets)
-        try:
-            self._store.set(self._key, _READY)
-            broadcast_all(self._group, memory, len(buckets), self._timeout_s)
-        except RuntimeError as error:
-            self.close()
-            raise WeightUpdateError(
-                f"version {announcement.version} did not arrive: {reason_of_gloo(error)}"
-            ) from error
-        return {
-            name: view
-            for layout, bucket in zip(buckets, memory, strict=True)
-            for name, view in layout.views(bucket).items()
-        }
-
-    def close(self) -> None:
-        """Leave the group; peers that wait for this rank get an error at once."""
-        self._group = None
-
-
-class ProcessGroupSender:
-    """The trainer's end. `address` is the only one listened on, and the receivers must be able to reach it."""
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        num_receivers: int = 1,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        backend: Backend = "gloo",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    ) -> None:
-        self._address, self._backend = address, backend
-        self._ranks = range(1, num_receivers + 1)
-        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
-        self._store: TCPStore | None = None
-        # A second connection, because a store is locked while it waits for a key. Opened once: connecting may query a
-        # slow name server.
-        self._refusals: TCPStore | None = None
-        self._group: Any = None
-        self._packer = Packer()
-
-    @property
-    def is_connected(self) -> bool:
-        return self._group is not None
-
-    def connect(self, invite: Callable[[Invitation], object]) -> None:
-        """Set up the group. `invite` runs in one thread per receiver and blocks until that receiver has joined.
-
-        Raises: WeightUpdateError if a receiver does not join in time; any error of `invite`.
-        """
-        self.close()
-        listener = socket.create_server((self._address, 0), family=_family(self._address))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            self._address,
-            port,
-            None,
-            True,
-            timeout=timedelta(seconds=self._timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        world_size = len(self._ranks) + 1
-        own, *others = (
-            Invitation(self._address, port, rank, world_size, self._timeout_s, self._backend)
-            for rank in range(world_size)
-        )
-        try:
-            self._refusals = self._store.clone()  # type: ignore[attr-defined]
-            answers = self._call_receivers(lambda rank: invite(others[rank - 1]))
-            self._group = _process_group(self._store, own)
-            self._results(answers)
-        except RuntimeError as error:
-            self.close()
-            raise WeightUpdateError(f"the process group could not be set up: {reason_of_gloo(error)}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def send(
-        self, version: int, weights: Mapping[str, Tensor], announce: Callable[[int, Announcement], Answer]
-    ) -> list[Answer]:
-        """Broadcast the weights and return every receiver's answer.
-
-        `announce(rank, announcement)` runs in one thread per receiver and blocks until that receiver has the weights.
-        The weights must not change until `send` returns.
-        Raises: WeightUpdateError if a receiver is lost or late; any error of `announce`.
-        """
-        if self._group is None:
-            raise WeightUpdateError("weights were sent before the group was set up; call connect() first")
-        announcement = Announcement(version, specs_of(weights), self._bucket_bytes)
-        buckets = plan_buckets(announcement.specs, self._bucket_bytes)
-        try:
-            answers = self._call_receivers(lambda rank: announce(rank, announcement))
-            broadcast_all(
-                self._group, self._packer.pack(buckets, weights, self._device(weights)), len(buckets), self._timeout_s
-            )
-            return self._results(answers)
-        except RuntimeError as error:
-            self.close()
-            raise WeightUpdateError(f"version {version} was not sent: {reason_of_gloo(error)}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the group and stop listening."""
-        self._group = self._store = self._refusals = None
-
-    def _device(self, weights: Mapping[str, Tensor]) -> torch.device:
-        return next(iter(weights.values())).device if self._backend == "nccl" else torch.device("cpu")
-
-    def _call_receivers(self, call: Callable[[int], Answer]) -> list[Future[Answer]]:
-        """Start one call per receiver; return when every receiver has reported that it is ready."""
-        assert self._store is not None
-        assert self._refusals is not None
-        refusals = self._refusals
-        for rank in self._ranks:
-            self._store.delete_key(_key(rank))
-
-        def call_or_refuse(rank: int) -> Answer:
-            try:
-                return call(rank)
-            except BaseException:
-                with suppress(RuntimeError):  # the sender may have timed out and closed the store
-                    refusals.set(_key(rank), _REFUSED)
-                raise
-
-        answers = [run_in_background(functools.partial(call_or_refuse, rank)) for rank in self._ranks]
-        keys = [_key(rank) for rank in self._ranks]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise WeightUpdateError(f"not every receiver was ready within {self._timeout_s:g} s") from error
-        for key, answer in zip(keys, answers, strict=True):
-            if self._store.get(key) == _REFUSED.encode():
-                answer.result(self._timeout_s)
-        return answers
-
-    def _results(self, answers: Sequence[Future[Answer]]) -> list[Answer]:
-        try:
-            return [answer.result(self._timeout_s) for answer in answers]
-        except FutureTimeoutError as error:
-            raise WeightUpdateError(f"a receiver gave no answer within {self._timeout_s:g} s") from error
-
-
-def _key(rank: int) -> str:
-    return f"midflight/{rank}"
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _process_group(store: TCPStore, invitation: Invitation) -> Any:
-    """A group separate from torch's default group, which the trainer may use."""
-    timeout = timedelta(seconds=invitation.timeout_s)
     if invitation.backend == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, invitation.rank, invitation.world_size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
-    # By default gloo listens on the address that the host name resolves to.
-    address = local_address(invitation.master_address, invitation.master_port)
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-    return dist.ProcessGroupGloo(store, invitation.rank, invitation.world_size, gloo)
+        return _Broadcasts(store, rank, world_size, invitation.timeout_s, device)
+    return _Chain(store, address, rank, world_size, invitation.timeout_s)
+
+
+class _Chain:
+    """Links of a gloo group."""
+
+    def __init__(self, store: TCPStore, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout_s)
+        # By default gloo listens on the address that the host name resolves to.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
+        self._rank, self._world_size = rank, world_size
+        self._patience = timedelta(seconds=_PATIENCE * timeout_s)
+
+    def send(self, piece: Tensor, index: int) -> Transfer:
+        return _Waiting(self._group.send([piece], self._rank + 1, index), self._patience)
+
+    def receive(self, piece: Tensor, index: int) -> Transfer:
+        return _Waiting(self._group.recv([piece], self._rank - 1, index), self._patience)
+
+    def abort(self) -> None:
+        # gloo has no call for this, but if a transfer times out, gloo closes all connections of the group.
+        other = (self._rank + 1) % self._world_size
+        with contextlib.suppress(RuntimeError):
+            never = self._group.recv([torch.empty(1)], other, _NEVER_SENT)
+            never.wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = (1 << 31) - 1  # a tag
+
+
+class _Broadcasts:
+    """Links of a NCCL group: each piece is a broadcast from rank 0, ordered by a stream of its own."""
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=_PATIENCE * timeout_s)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+    def send(self, piece: Tensor, index: int) -> Transfer:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with torch.cuda.stream(self._stream):
+            return _OnDevice(self._group.broadcast([piece], options), self._stream)
+
+    receive = send
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    work: Any
+    timeout: timedelta
+
+    def wait(self) -> None:
+        self.work.wait(self.timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    work: Any
+    stream: torch.cuda.Stream
+
+    def wait(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.work.wait()
+        self.stream.synchronize()
 
 
 def reason_of_gloo(error: Exception) -> str:

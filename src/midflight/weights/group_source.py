@@ -1,0 +1,401 @@
+"""The trainer's end of a process group: invites engines, sends weights along their chain, finds what stops it.
+
+    form_group   consumes: answers of the invited engines
+                 waits for: every invited engine, at most `timeout_s`, then for connections among those that were ready
+    broadcast    waits for: the first engine to take each piece, then for every engine's answer
+                 unblocked by: all answers; a failed engine or connection; an engine that holds up the others too long
+
+Any error closes the group on all ranks at once. The group is then made anew with the engines that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import queue
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from midflight.concurrency.background import run_in_background
+from midflight.errors import WeightUpdateError
+from midflight.weights.buckets import plan_buckets
+from midflight.weights.engine_control import EngineControl, EngineError
+from midflight.weights.process_group import (
+    MEMBERS,
+    NUM_AHEAD,
+    REFUSED,
+    Announcement,
+    Backend,
+    Invitation,
+    Links,
+    Transfer,
+    connect_links,
+    local_address,
+    ready_key,
+    reason_of_gloo,
+)
+from midflight.weights.progress import ChainWatch, Progress
+
+_POLL_S = 1.0  # interval at which engines are asked for their progress
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """Settings of every group. `address`: of this machine, as the engines reach it; None: found by route."""
+
+    backend: Backend
+    address: str | None
+    timeout_s: float
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Limits of one broadcast. `is_awaited`: other engines have waited for the end of this broadcast too long."""
+
+    timeout_s: float
+    spare_first: bool  # the trainer's own connection may be slow: never close a group because of its first engine
+    is_awaited: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of forming a group or of a broadcast, by engine. Engines in neither set may be tried again at once."""
+
+    delivered: set[str] = field(default_factory=set)
+    failures: dict[str, EngineError] = field(default_factory=dict)
+    slow: list[str] = field(default_factory=list)  # engines that the others waited for, the slowest last
+    first_is_slow: bool = False  # the first engine of the chain, or the trainer's own connection
+
+
+class GroupSource:
+    """A complete group. `urls`: its engines by name, in the order of the chain."""
+
+    def __init__(
+        self, control: EngineControl, name: str, urls: Mapping[str, str], store: TCPStore, links: Links
+    ) -> None:
+        self.name, self.urls = name, dict(urls)
+        self.sent_bytes = 0  # to the first engine
+        self._control = control
+        self._store: TCPStore | None = store
+        self._links: Links | None = links
+
+    @property
+    def is_open(self) -> bool:
+        return self._links is not None
+
+    def broadcast(
+        self, announcement: Announcement, lineage: str, content: int, pieces: Iterable[Tensor | None], rules: Rules
+    ) -> Outcome:
+        """Send the weights to all engines; return when every engine has answered or the group has failed.
+
+        `pieces`: None asks to finish all transfers so far, because the memory will be used again.
+        Raises: an error of `pieces`; the group is then closed.
+        """
+        run = _Run(self, announcement, lineage, content, rules)
+        watching = run_in_background(run.watch)
+        try:
+            self._feed(pieces, run)
+        except _SendingError:
+            run.events.put(_Event.FAILED)
+        except BaseException:
+            run.events.put(_Event.CANCELED)
+            watching.result()
+            raise
+        return watching.result()
+
+    def close(self) -> None:
+        """Leave the group and stop listening; all other ranks notice at once. Callable from any thread."""
+        links, self._links, self._store = self._links, None, None
+        if links is not None:
+            links.abort()
+
+    def _feed(self, pieces: Iterable[Tensor | None], run: _Run) -> None:
+        """Send the pieces. Raises: _SendingError if the first engine does not take them."""
+        ahead: deque[tuple[Transfer, int]] = deque()
+        index = 0
+        for piece in pieces:
+            if piece is None:
+                self._finish(ahead, keep=0)
+            else:
+                self._finish(ahead, keep=NUM_AHEAD - 1)
+                run.offered += len(piece)
+                ahead.append((self._start(piece, index), len(piece)))
+                index += 1
+        self._finish(ahead, keep=0)
+
+    def _start(self, piece: Tensor, index: int) -> Transfer:
+        links = self._links
+        if links is None:
+            raise _SendingError
+        try:
+            return links.send(piece, index)
+        except RuntimeError as error:
+            raise _SendingError from error
+
+    def _finish(self, ahead: deque[tuple[Transfer, int]], keep: int) -> None:
+        while len(ahead) > keep:
+            transfer, num_bytes = ahead.popleft()
+            try:
+                transfer.wait()
+            except RuntimeError as error:
+                raise _SendingError from error
+            self.sent_bytes += num_bytes
+
+
+class _SendingError(Exception):
+    """The connection to the first engine failed."""
+
+
+class _Event(enum.Enum):
+    FAILED = enum.auto()  # sending failed
+    CANCELED = enum.auto()  # the weights could not be produced
+
+
+class _Run:
+    """One broadcast as the trainer watches it."""
+
+    def __init__(
+        self, source: GroupSource, announcement: Announcement, lineage: str, content: int, rules: Rules
+    ) -> None:
+        self._source, self._version, self._rules = source, announcement.version, rules
+        self.offered = 0  # bytes that the first engine can have; written by the sending thread
+        self.events: queue.SimpleQueue[str | _Event] = queue.SimpleQueue()  # a name: this engine has answered
+        buckets = plan_buckets(announcement.specs, announcement.bucket_bytes)
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        self._chain = ChainWatch(list(source.urls), num_bytes, rules.timeout_s, time.monotonic())
+        self._outcome = Outcome()
+        self._answers: dict[str, Future[Any]] = {}
+        for name, url in source.urls.items():
+            self._answers[name] = source._control.announce(url, announcement, lineage, content)
+            self._answers[name].add_done_callback(lambda _, name=name: self.events.put(name))  # type: ignore[misc]
+
+    def watch(self) -> Outcome:
+        """Wait for all answers or the first failure. A failure closes the group, which ends the sending as well."""
+        while len(self._outcome.delivered) < len(self._answers) and not self._is_over():
+            try:
+                event = self.events.get(timeout=min(_POLL_S, self._rules.timeout_s / 8))
+            except queue.Empty:
+                self._find_late()
+                continue
+            if event is _Event.CANCELED:
+                break
+            if isinstance(event, str) and self._answers[event].exception() is None:
+                self._outcome.delivered.add(event)
+            else:
+                self._diagnose()
+        if len(self._outcome.delivered) < len(self._answers):
+            self._source.close()
+            for answer in self._answers.values():
+                answer.cancel()
+        self._outcome.slow = self._chain.slowest()
+        return self._outcome
+
+    def _find_late(self) -> None:
+        delivered, limit = self._outcome.delivered, f"weights.timeout_s = {self._rules.timeout_s:g} s"
+        late = self._chain.observe(time.monotonic(), self.offered, self._progress(), delivered)
+        for name in late:
+            self._fail_late(name, f"it held up version {self._version} for {limit}")
+        if not late and not self._rules.spare_first:
+            self._outcome.first_is_slow = self._chain.first_is_slow()
+        if self._rules.is_awaited():
+            for name in self._answers.keys() - delivered:
+                self._fail_late(name, f"the others waited {limit} for it to receive version {self._version}")
+
+    def _fail_late(self, name: str, text: str) -> None:
+        self._outcome.failures[name] = EngineError(text, "failed")
+
+    def _is_over(self) -> bool:
+        return bool(self._outcome.failures) or self._outcome.first_is_slow
+
+    def _diagnose(self) -> None:
+        """Find the engines that made the broadcast fail; the others failed because of them."""
+        progress = self._progress()  # also gives answers of other engines the time to arrive
+        failed: dict[str, EngineError] = {}
+        for name, answer in self._answers.items():
+            if not answer.done():
+                continue
+            error = answer.exception()
+            if error is None:
+                self._outcome.delivered.add(name)
+            else:
+                failed[name] = _engine_error(error)
+        causes = {name: error for name, error in failed.items() if error.kind != "failed"}
+        silent = [name for name, state in progress.items() if state is None and name not in self._outcome.delivered]
+        for name in silent if not causes else ():
+            causes[name] = EngineError("it gives no answer", "gone")
+        if not causes:
+            name = self._behind_lost_link(progress, failed)
+            causes[name] = failed.get(name) or EngineError("the connection to it failed", "failed")
+        self._outcome.failures |= causes
+
+    def _behind_lost_link(self, progress: Mapping[str, Progress | None], failed: Mapping[str, EngineError]) -> str:
+        """The engine that lost the engine before it, while that one did not lose its own; or the first that failed."""
+        before = "next"
+        for name, state in progress.items():
+            lost = state.lost if state is not None and state.version == self._version else ""
+            if lost == "previous" and before != "previous":
+                return name
+            before = lost
+        waiting = [name for name in self._answers if name not in self._outcome.delivered]
+        return next((name for name in waiting if name in failed), waiting[0])
+
+    def _progress(self) -> dict[str, Progress | None]:
+        """Ask all engines at once; None for an engine that gives no answer."""
+        source = self._source
+        asked = {name: source._control.progress(url) for name, url in source.urls.items()}
+        progress: dict[str, Progress | None] = {}
+        for name, future in asked.items():
+            try:
+                state = future.result()
+            except EngineError:
+                progress[name] = None
+            else:
+                is_this = state.group == source.name and state.version == self._version
+                progress[name] = state if is_this else Progress()
+        return progress
+
+
+@dataclass(slots=True)
+class Formation:
+    """Result of inviting engines: the group, or None if no engine has joined; and the engines that have not."""
+
+    group: GroupSource | None
+    failures: dict[str, EngineError]
+
+
+def form_group(control: EngineControl, urls: Mapping[str, str], settings: GroupSettings) -> Formation:
+    """Form a group with these engines, in this order; engines that are not ready in time are left out.
+
+    Raises: WeightUpdateError if this machine cannot listen on its address, or has no route to the engines.
+    """
+    invitations = _Invitations(control, urls, settings)
+    try:
+        return invitations.form()
+    finally:
+        invitations.cancel()
+
+
+class _Invitations:
+    """Engines that have been invited to one group."""
+
+    def __init__(self, control: EngineControl, urls: Mapping[str, str], settings: GroupSettings) -> None:
+        self._control, self._urls, self._settings = control, urls, settings
+        self._address = settings.address or _address_for(urls.values())
+        try:
+            listener = socket.create_server((self._address, 0), family=_family(self._address))
+        except OSError as error:
+            raise WeightUpdateError(
+                f"cannot listen on {self._address}: {error.strerror}; set weights.address to an address of the"
+                " trainer's machine"
+            ) from error
+        self._port = listener.getsockname()[1]
+        self._timeout = timedelta(seconds=settings.timeout_s)
+        self._store = TCPStore(
+            self._address, self._port, None, True, timeout=self._timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        # A second connection, because a store is locked while it waits for a key.
+        refusals = self._store.clone()  # type: ignore[attr-defined]
+        self._answers: dict[str, Future[Any]] = {}
+        self._ranks = dict(zip(urls, range(1, len(urls) + 1), strict=True))
+        for name, url in urls.items():
+            answer = control.invite(url, self._invitation(self._ranks[name]))
+            answer.add_done_callback(lambda done, rank=self._ranks[name]: _refuse(refusals, rank, done))  # type: ignore[misc]
+            self._answers[name] = answer
+
+    def form(self) -> Formation:
+        """Wait for the engines; connect to the ones that are ready."""
+        keys = [ready_key(rank) for rank in self._ranks.values()]
+        with contextlib.suppress(RuntimeError):  # some are late
+            self._store.wait(keys, self._timeout)
+        addresses = {name: self._ready_address(name) for name in self._urls}
+        ready = [name for name, address in addresses.items() if address]
+        failures = {name: self._why_not(name) for name in self._urls if name not in ready}
+        self._store.set(MEMBERS, " ".join(f"{self._ranks[name]}@{addresses[name]}" for name in ready))
+        if not ready:
+            return Formation(None, failures)
+        try:
+            links = connect_links(
+                self._store, self._address, 0, len(ready) + 1, self._invitation(0), self._settings.device
+            )
+        except RuntimeError as error:
+            lost = {name: self._why_not(name) for name in ready if self._has_failed(name)}
+            if not lost:
+                lost[ready[-1]] = EngineError(f"no connection to it: {reason_of_gloo(error)}", "failed")
+            return Formation(None, failures | lost)
+        name = f"{self._address}:{self._port}"
+        group = GroupSource(self._control, name, {name: self._urls[name] for name in ready}, self._store, links)
+        return self._checked(group, failures)
+
+    def cancel(self) -> None:
+        """Give up the invitations that are not answered."""
+        for answer in self._answers.values():
+            answer.cancel()
+
+    def _checked(self, group: GroupSource, failures: dict[str, EngineError]) -> Formation:
+        """Wait for the members' answers to their invitations."""
+        for name in group.urls:
+            with contextlib.suppress(EngineError, FutureTimeoutError):
+                self._answers[name].result(self._settings.timeout_s)
+                continue
+            failures[name] = self._why_not(name)
+        if failures.keys() & group.urls.keys():
+            group.close()
+            return Formation(None, failures)
+        return Formation(group, failures)
+
+    def _invitation(self, rank: int) -> Invitation:
+        timeout_s, backend = self._settings.timeout_s, self._settings.backend
+        return Invitation(self._address, self._port, rank, len(self._urls) + 1, timeout_s, backend)
+
+    def _ready_address(self, name: str) -> str:
+        """Address of an engine that is ready; empty if it is not."""
+        key = ready_key(self._ranks[name])
+        if not self._store.check([key]):
+            return ""
+        return str(self._store.get(key).decode()).replace(REFUSED, "") if not self._has_failed(name) else ""
+
+    def _has_failed(self, name: str) -> bool:
+        answer = self._answers[name]
+        return answer.done() and answer.exception() is not None
+
+    def _why_not(self, name: str) -> EngineError:
+        answer = self._answers[name]
+        error = answer.exception() if answer.done() else None
+        late = f"it was not ready to receive within weights.timeout_s = {self._settings.timeout_s:g} s"
+        return _engine_error(error) if error is not None else EngineError(late, "failed")
+
+
+def _refuse(store: TCPStore, rank: int, answer: Future[Any]) -> None:
+    """Mark an engine as not coming, so that nobody waits for it."""
+    if not answer.cancelled() and answer.exception() is not None:
+        with contextlib.suppress(RuntimeError):  # the store may be closed
+            store.set(ready_key(rank), REFUSED)
+
+
+def _engine_error(error: BaseException) -> EngineError:
+    return error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}", "failed")
+
+
+def _address_for(urls: Iterable[str]) -> str:
+    """Address of this machine for all these servers: loopback only if all of them are here."""
+    parsed = [httpx.URL(url) for url in urls]
+    addresses = [local_address(url.host, url.port or 80) for url in parsed]
+    return next((address for address in addresses if address not in ("127.0.0.1", "::1")), addresses[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

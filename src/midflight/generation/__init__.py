@@ -8,12 +8,17 @@ http_errors.py      errors in the OpenAI format; the limit on request bodies; th
 request_parsing.py  from a request body to GenerationRequests
 responses.py        from deltas to OpenAI responses and chunks
 openai_routes.py    /v1/completions, /v1/chat/completions, /v1/models
-control_routes.py   abort, pause, resume, health, metrics, weights
+control_routes.py   abort, pause, resume, health, metrics, adopt, weights
+weight_intake.py    weights from the trainer to the engine of this server
+disconnects.py      answers that end early if their client disconnects
 server.py           the application
 client.py           HTTPGenerator, a Generator over a server
+background_client.py  the thread of an HTTPGenerator, with an event loop
 token_streams.py    the token streams of an HTTPGenerator
+adoption.py         the weight version of an HTTPGenerator's server
 reference.py        HTTPReference, a Reference over a server
 pool.py             EnginePool, a Generator over any number of engines
-members.py          the engines of a pool and their weights
+members.py          the engines of a pool and their weight versions
 placement.py        the choice of an engine for each request
+registry.py         the servers of a run, by name
 """

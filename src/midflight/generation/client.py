@@ -1,40 +1,33 @@
 """HTTPGenerator: a Generator over an HTTP server.
 
-consumes       server-sent events, in a thread with its own event loop
-waits for      add, abort: the server's answer; step: a completion, at most STEP_S
+consumes       server-sent events and the answers to POST /adopt, in a thread with its own event loop
+waits for      add, abort: the server's answer; step: a completion, at most STEP_S; adopt: nothing
 unblocked by   the answer or completion; a lost connection
 
 Tokens are streamed, so that a lost server does not lose the tokens it has sent: `abort` returns them, and the request
-can be resumed on another server.
+can be resumed on another server. New weights reach the server on their own; `adopt` only says which ones to use.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import httpx
 
-from midflight.errors import GenerationLostError
-from midflight.generation.schemas import Model, ModelList, lists_of
+from midflight.errors import GenerationLostError, ModelError
+from midflight.generation.adoption import Adoption
+from midflight.generation.background_client import BackgroundClient
+from midflight.generation.schemas import Model, ModelList, Status, lists_of
 from midflight.generation.token_streams import TokenStreams, reason_of, refusal_of
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
-from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
-from midflight.weights.process_group import (
-    DEFAULT_TIMEOUT_S,
-    Announcement,
-    Backend,
-    Invitation,
-    ProcessGroupSender,
-    local_address,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from midflight.weights.specs import PROTOCOL_VERSION
 
 TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # environment variable of the server and its clients
+DEFAULT_TIMEOUT_S = 60.0
+NO_VERSION = -1  # weight version of a server whose weights are of another lineage
 STEP_S = 0.05
 # Shorter than the keep-alive of any server, so that no connection is used while the server is closing it.
 KEEPALIVE_S = 2.0
@@ -44,12 +37,14 @@ class HTTPGenerator:
     """Implements Generator over a server. Close it, or use it in a `with` block.
 
     `chunk_tokens`: tokens per chunk of the stream; `generated` may lag behind the server by this many tokens.
-    `timeout_s`: for an answer, for joining the process group, and for each bucket of weights. `ended`: an event, set
-    when `step` has something to return or raise; with it, `step` never waits, so that a pool can wait for several
-    generators at once.
+    `timeout_s`: for an answer. `ended`: an event, set when `step` has something to return or raise, or `weight_version`
+    has changed; with it, `step` never waits, so that a pool can wait for several generators at once. `lineage`: of the
+    weights that may be sampled with; None: the lineage of the server's weights.
 
-    After `update_weights`, the server refuses requests if its weights are older, because it has restarted since.
-    Raises: GenerationLostError from any method if the server cannot be reached.
+    `weight_version` is -1 while the weights are of another lineage. If the server has restarted since and its weights
+    are older, it refuses requests.
+    Raises: GenerationLostError from any method except `adopt` if the server cannot be reached; ModelError from the
+    constructor if the server follows another version of the protocol.
     """
 
     def __init__(
@@ -59,14 +54,11 @@ class HTTPGenerator:
         admin_token: str | None = None,
         chunk_tokens: int = 16,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        backend: Backend = "gloo",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         ended: threading.Event | None = None,
+        lineage: str | None = None,
     ) -> None:
-        self._chunk_tokens, self._timeout_s, self._ended = chunk_tokens, timeout_s, ended
-        self._sent_version: int | None = None
-        self._backend, self._bucket_bytes = backend, bucket_bytes
-        self._sender: ProcessGroupSender | None = None
+        self._chunk_tokens, self._timeout_s, self._lineage = chunk_tokens, timeout_s, lineage
+        self._step_s = STEP_S if ended is None else 0.0
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
         limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
         # Proxy settings of the environment do not apply to the machines of a run.
@@ -78,17 +70,20 @@ class HTTPGenerator:
         except httpx.InvalidURL as error:
             raise GenerationLostError(f"{base_url} is not a URL: {error}") from error
         try:
-            self._call("GET", "/health")
+            health = self._health()
         except BaseException:
             self._control.close()
             raise
-        self._streams = TokenStreams(options, timeout_s, ended)
+        ended = ended or threading.Event()
+        version = health.weight_version if lineage in (None, health.lineage) else NO_VERSION
+        self._client = BackgroundClient(options, timeout_s)
+        self._adoption = Adoption(self._client, lineage, version, timeout_s, ended)
+        self._streams = TokenStreams(self._client, timeout_s, ended, self._adoption.learn)
 
     @property
     def weight_version(self) -> int:
-        """Weight version of the server. Makes a request, because another client may have updated the server."""
-        version: int = self._call("GET", "/health")["weight_version"]
-        return version
+        """Weight version of the server, as far as its answers and tokens tell."""
+        return self._adoption.weight_version
 
     @property
     def num_in_flight(self) -> int:
@@ -97,10 +92,6 @@ class HTTPGenerator:
     @property
     def num_engines(self) -> int:
         return 1
-
-    @property
-    def update_pending(self) -> bool:
-        return False
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests; return when the server has accepted all of them.
@@ -115,9 +106,13 @@ class HTTPGenerator:
     def step(self) -> list[Completion]:
         """Return the completions since the last call; wait up to STEP_S for the first one.
 
-        Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted.
+        Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted; GenerationError
+        once if the server has refused `adopt`.
         """
-        return self._streams.take_ended(STEP_S if self._ended is None else 0.0)
+        completions = self._streams.take_ended(self._step_s)
+        if not completions and (failure := self._adoption.take_failure()):
+            raise failure
+        return completions
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         """Abort requests and return their tokens; if the server is lost, the tokens that had arrived.
@@ -132,18 +127,13 @@ class HTTPGenerator:
                 self._streams.lose(open_ids, error)
         return self._streams.take_aborted(rollout_ids)
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send weights over a process group, which the first call creates; return when the server samples with them."""
-        if self._sender is None:
-            url = self._control.base_url
-            address = local_address(url.host, url.port or 80)
-            self._sender = ProcessGroupSender(
-                address, timeout_s=self._timeout_s, backend=self._backend, bucket_bytes=self._bucket_bytes
-            )
-        if not self._sender.is_connected:
-            self._sender.connect(self._invite)
-        self._sender.send(version, weights, self._announce)
-        self._sent_version = version
+    def adopt(self, version: int) -> None:
+        """Ask the server to sample with this version or a newer one; asks again after a lost connection."""
+        self._adoption.ask(version)
+
+    def check_health(self) -> None:
+        """Check that the server answers. Raises: GenerationLostError, GenerationError."""
+        self._health()
 
     def limits(self) -> Model:
         """Ask the server for its model and limits."""
@@ -155,9 +145,8 @@ class HTTPGenerator:
 
     def close(self) -> None:
         """Disconnect. The server aborts the requests in flight; `abort` still returns the tokens that had arrived."""
-        if self._sender is not None:
-            self._sender.close()
-        if self._streams.close(GenerationLostError(f"{self._control.base_url}: closed")):
+        if self._client.hang_up():
+            self._streams.lose(None, GenerationLostError(f"{self._control.base_url}: closed"))
             self._control.close()
 
     def __enter__(self) -> Self:
@@ -166,27 +155,20 @@ class HTTPGenerator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _invite(self, invitation: Invitation) -> None:
-        self._call("POST", "/init_process_group", asdict(invitation), patient=True)
+    def _health(self) -> Status:
+        answer = self._call("GET", "/health")
+        protocol = answer.get("protocol") if isinstance(answer, dict) else None
+        if protocol != PROTOCOL_VERSION:
+            raise ModelError(
+                f"{self._control.base_url} follows version {protocol} of the protocol, and this client version"
+                f" {PROTOCOL_VERSION}; install the same midflight for both"
+            )
+        return Status.model_validate(answer)
 
-    def _announce(self, rank: int, announcement: Announcement) -> None:
-        body = {
-            "version": announcement.version,
-            "names": [spec.name for spec in announcement.specs],
-            "dtypes": [spec.dtype for spec in announcement.specs],
-            "shapes": [spec.shape for spec in announcement.specs],
-            "bucket_bytes": announcement.bucket_bytes,
-        }
-        self._call("POST", "/request_weight_update", body, patient=True)
-
-    def _call(self, method: str, path: str, body: object = None, *, patient: bool = False) -> Any:
-        """Make a control request and return the answer.
-
-        `patient`: wait for the answer without a timeout, because the process group has its own.
-        """
-        timeout = httpx.Timeout(self._timeout_s, read=None if patient else self._timeout_s)
+    def _call(self, method: str, path: str, body: object = None) -> Any:
+        """Make a control request and return the answer."""
         try:
-            response = self._control.request(method, path, json=body, timeout=timeout)
+            response = self._control.request(method, path, json=body)
             if not response.is_success:
                 raise refusal_of(response)
             return response.json()
@@ -208,8 +190,9 @@ class HTTPGenerator:
         }
         if request.score_prompt:
             body["echo"] = True  # the server refuses `echo` in a stream, with a clear message
-        if self._sent_version is not None:
-            body["min_weight_version"] = self._sent_version
+        if self._lineage is not None:
+            body["weight_lineage"] = self._lineage
+            body["min_weight_version"] = max(0, self.weight_version)
         if generated:
             body["generated"] = lists_of(generated)
         return body

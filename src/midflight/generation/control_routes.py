@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
-from fastapi import APIRouter, Depends
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import PlainTextResponse, Response
 
-from midflight.concurrency.background import run_in_background
-from midflight.errors import WeightUpdateError
+from midflight.generation.disconnects import CLIENT_CLOSED_REQUEST, unless_disconnected
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, require_admin
 from midflight.generation.responses import finite_or_none
@@ -19,6 +16,8 @@ from midflight.generation.schemas import (
     AbortedRollout,
     AbortRequest,
     AbortResponse,
+    AdoptRequest,
+    AdoptResponse,
     InitProcessGroupRequest,
     InitProcessGroupResponse,
     Status,
@@ -26,11 +25,10 @@ from midflight.generation.schemas import (
     WeightUpdateResponse,
     lists_of,
 )
-from midflight.types import RolloutId, TensorSpec
-from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver
-from midflight.weights.specs import num_bytes
-
-T = TypeVar("T")
+from midflight.generation.weight_intake import WeightIntake
+from midflight.types import RolloutId
+from midflight.weights.process_group import Invitation
+from midflight.weights.specs import PROTOCOL_VERSION
 
 
 def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
@@ -39,10 +37,16 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
     admin = [Depends(require_admin)]
 
     def status() -> Status:
+        active, staged = driver.active, driver.staged
         return Status(
             status="paused" if driver.paused else "ok",
-            weight_version=driver.weight_version,
             in_flight=driver.num_in_flight,
+            weight_version=active.version,
+            lineage=active.lineage,
+            content=active.content,
+            staged_version=staged and staged.version,
+            staged_lineage=staged and staged.lineage,
+            staged_content=staged and staged.content,
         )
 
     @router.get("/health", response_model=Status)
@@ -79,13 +83,35 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
         """Join the process group that new weights will be sent over; leave the previous group."""
         if body.rank >= body.world_size:
             raise ApiError(400, f"rank is {body.rank}, not 1 to {body.world_size - 1}", param="rank")
-        await weights.run_exclusive(lambda: weights.join(Invitation(**body.model_dump())))
+        if body.protocol != PROTOCOL_VERSION:
+            raise ApiError(
+                400,
+                f"the sender follows version {body.protocol} of the protocol, and this server version"
+                f" {PROTOCOL_VERSION}; install the same midflight for both",
+                param="protocol",
+            )
+        await weights.run_exclusive(lambda: weights.join(Invitation(**body.model_dump(exclude={"protocol"}))))
         return InitProcessGroupResponse(rank=body.rank, world_size=body.world_size)
 
     @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
     async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Receive the announced tensors while decoding continues, then swap them in between two steps."""
-        return await weights.run_exclusive(lambda: weights.update(body))
+        """Receive the announced tensors while decoding continues; swap them in between two steps if `adopt` is set."""
+        return await weights.run_exclusive(lambda: weights.receive(body))
+
+    @router.post("/adopt", response_model=AdoptResponse, dependencies=admin)
+    async def adopt(body: AdoptRequest, request: Request) -> AdoptResponse | Response:
+        """Answer when the server samples with this version or a newer one of the lineage. A disconnect cancels nothing.
+
+        The weights arrive on their own, so the answer may take long.
+        """
+        lineage = driver.active.lineage if body.lineage is None else body.lineage
+        adopted = asyncio.wrap_future(driver.adopt(lineage, body.version))
+        used = await unless_disconnected(request, asyncio.shield(adopted))
+        return (
+            AdoptResponse(version=used.version, lineage=used.lineage)
+            if used
+            else Response(status_code=CLIENT_CLOSED_REQUEST)
+        )
 
     return router
 
@@ -105,88 +131,14 @@ def metrics_router(driver: GeneratorDriver) -> APIRouter:
     return router
 
 
-class WeightIntake:
-    """Receiver of weight updates in the server. `join` and `update` block; `run_exclusive` runs them in a thread.
-
-    `expected`: the tensors of the model; an announcement of other tensors is refused before anything is received.
-    """
-
-    def __init__(self, driver: GeneratorDriver, expected: Sequence[TensorSpec], device: str = "cpu") -> None:
-        self._driver, self._device = driver, device
-        self._expected = {spec.name: spec.shape for spec in expected}
-        self._receiver: ProcessGroupReceiver | None = None
-        self._lock = asyncio.Lock()
-
-    async def run_exclusive(self, function: Callable[[], T]) -> T:
-        """Run a blocking call in a thread and return its result.
-
-        Raises: ApiError 409 if another update or join is going on.
-        """
-        if self._lock.locked():
-            raise ApiError(409, "another weight update is going on; try again later", code="update_in_progress")
-        async with self._lock:
-            return await asyncio.wrap_future(run_in_background(function))
-
-    def join(self, invitation: Invitation) -> None:
-        """Join a process group; leave the previous one.
-
-        Raises: WeightUpdateError if the group is not complete in time.
-        """
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
-        self._receiver = ProcessGroupReceiver(invitation, self._device)
-
-    def update(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Receive announced weights and swap them in.
-
-        Raises: WeightUpdateError; the old weights then stay in use.
-        """
-        started_s = time.perf_counter()
-        specs = self._check(body)
-        if self._receiver is None:
-            raise WeightUpdateError("there is no process group; POST /init_process_group first")
-        try:
-            received = self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes))
-        except WeightUpdateError:
-            self._receiver = None
-            raise
-        pause_s = self._driver.update_weights(body.version, received).result()
-        return WeightUpdateResponse(
-            version=body.version,
-            pause_s=pause_s,
-            seconds=time.perf_counter() - started_s,
-            bytes=sum(map(num_bytes, specs)),
-        )
-
-    def _check(self, body: WeightUpdateRequest) -> tuple[TensorSpec, ...]:
-        if not len(body.names) == len(body.dtypes) == len(body.shapes):
-            raise WeightUpdateError(
-                f"{len(body.names)} names, {len(body.dtypes)} dtypes and {len(body.shapes)} shapes were announced;"
-                " announce one of each per tensor"
-            )
-        specs = tuple(map(TensorSpec, body.names, map(tuple, body.shapes), body.dtypes))
-        missing, extra = self._expected.keys() - set(body.names), set(body.names) - self._expected.keys()
-        if missing:
-            raise WeightUpdateError(f"the announced weights lack {min(missing)!r}")
-        if extra:
-            raise WeightUpdateError(f"the model has no tensor {min(extra)!r}")
-        for spec in specs:
-            if spec.shape != self._expected[spec.name]:
-                expected = list(self._expected[spec.name])
-                raise WeightUpdateError(f"tensor {spec.name!r} is announced as {list(spec.shape)}, not {expected}")
-            num_bytes(spec)  # raises if the dtype cannot be sent
-        return specs
-
-
 _METRICS: tuple[tuple[str, str, str, Callable[[GeneratorDriver], float]], ...] = (
     ("requests_in_flight", "gauge", "Sequences in flight", lambda driver: driver.num_in_flight),
     ("requests_finished_total", "counter", "Sequences finished", lambda driver: driver.counters.finished),
     ("requests_aborted_total", "counter", "Sequences aborted", lambda driver: driver.counters.aborted),
     ("generated_tokens_total", "counter", "Tokens sampled", lambda driver: driver.counters.generated_tokens),
-    ("weight_version", "gauge", "Optimizer steps that made the weights", lambda driver: driver.weight_version),
+    ("weight_version", "gauge", "Optimizer steps that made the weights", lambda driver: driver.active.version),
     ("weight_updates_total", "counter", "Weight updates", lambda driver: driver.counters.updates),
-    ("weight_update_pause_seconds", "gauge", "Pause of the last update", lambda driver: driver.counters.update_pause_s),
+    ("weight_update_pause_seconds", "gauge", "Step of the last update", lambda driver: driver.counters.update_pause_s),
     ("paused", "gauge", "1 while paused", lambda driver: float(driver.paused)),
     ("failed", "gauge", "1 once generation has failed", lambda driver: float(driver.failure is not None)),
 )

@@ -1,8 +1,11 @@
-"""The thread that owns a Generator. Other threads send it commands, which it executes between two steps.
+"""The thread that owns an engine. Other threads send it commands, which it executes between two steps.
 
-consumes       commands; the completions of the Generator
-waits for      a command, while nothing is in flight or the driver is paused
-unblocked by   any command; close
+consumes       commands; the completions of the engine; weights that another thread has staged
+waits for      a command or new weights, while nothing is in flight or the driver is paused
+unblocked by   any command; the end of `stage`; close
+
+Weights have a lineage and a version. Within a lineage, versions never go back. Weights of another lineage replace the
+weights in use whatever their versions are; the requests in flight are aborted first.
 """
 
 from __future__ import annotations
@@ -11,17 +14,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from midflight.errors import GenerationError, NonFiniteWeightsError
-from midflight.protocols import Generator
+from midflight.errors import GenerationError, GenerationLostError, MidflightError, WeightUpdateError
+from midflight.protocols import IncomingWeights, LocalEngine
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Counters:
     aborted: int = 0
     generated_tokens: int = 0  # tokens that listeners have received
     updates: int = 0
-    update_pause_s: float = 0.0  # pause of the last update
+    update_pause_s: float = 0.0  # duration of the last step that adopted weights
 
 
 @dataclass(slots=True)
@@ -62,30 +62,47 @@ class _Subscription:
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
-    future: Future[float]
-    weights: Mapping[str, Tensor]  # kept alive until the update has ended
-    pause_s: float
+class Weights:
+    """The identity of weights: two weights of one lineage and content have equal tensors."""
+
+    lineage: str
+    version: int
+    content: int
+
+    def covers(self, lineage: str, version: int) -> bool:
+        """Return True if these weights are of this lineage and no older than `version`."""
+        return self.lineage == lineage and self.version >= version
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    lineage: str
+    version: int
+    future: Future[Weights]
 
 
 class GeneratorDriver:
-    """Steps a Generator while requests are in flight. Commands return futures; listeners run in the driver's thread.
+    """Steps an engine while requests are in flight. Commands return futures; listeners run in the driver's thread.
 
+    `active`: the weights that sample the next token. `staged`: the weights that were staged last, if not adopted yet.
     If a step raises, generation has failed: all requests in flight and all later commands fail with a GenerationError.
     """
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
         self._condition = threading.Condition()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
         self._subscriptions: dict[RolloutId, _Subscription] = {}
-        self._update: _Update | None = None
+        self._wishes: list[_Wish] = []
         self._num_steps = 0
         self.paused = False
         self.failure: GenerationError | None = None
         self.counters = Counters()
-        self.weight_version = generator.weight_version
+        version = engine.weight_version
+        self.active = Weights("", version, version)
+        self.staged: Weights | None = None
+        self._is_due = False  # True: the next step adopts weights
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
 
@@ -102,7 +119,7 @@ class GeneratorDriver:
         """
 
         def command() -> None:
-            self._generator.add(requests)
+            self._engine.add(requests)
             for request in requests:
                 num_resumed = len(request.generated) if request.generated else 0
                 self._subscriptions[request.rollout_id] = _Subscription(
@@ -113,41 +130,49 @@ class GeneratorDriver:
 
     def abort(self, rollout_ids: Sequence[RolloutId] | None = None) -> Future[list[Completion]]:
         """Stop these requests, or all; ids that are not in flight are ignored. Listeners get a last progress."""
+        return self._submit(lambda: self._abort(self._subscriptions if rollout_ids is None else rollout_ids))
 
-        def command() -> list[Completion]:
-            ids = self._subscriptions if rollout_ids is None else dict.fromkeys(rollout_ids)
-            completions = self._generator.abort([key for key in ids if key in self._subscriptions])
-            for completion in completions:
-                self._end(completion)
-            self.counters.aborted += len(completions)
-            return completions
+    def wind_down(self) -> Future[None]:
+        """Stop all requests, and fail the adoptions that wait, with a GenerationLostError."""
+
+        def command() -> None:
+            self._abort(self._subscriptions)
+            self._fail_wishes(GenerationLostError("the server is shutting down"))
 
         return self._submit(command)
 
     def pause(self) -> Future[None]:
-        """Stop stepping until `resume`, except for steps that a pending weight update needs."""
+        """Stop stepping until `resume`, except for one step to adopt new weights."""
         return self._submit(lambda: setattr(self, "paused", True))
 
     def resume(self) -> Future[None]:
         """Continue stepping after `pause`."""
         return self._submit(lambda: setattr(self, "paused", False))
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> Future[float]:
-        """Swap in new weights. The future resolves to the pause (seconds) once the tensors are no longer in use.
+    def stage(self, incoming: IncomingWeights) -> None:
+        """Hand new weights to the engine in the caller's thread; return when they are complete, before their adoption.
 
-        Raises (the future): WeightUpdateError; the old weights then stay in use.
+        Raises: WeightUpdateError if the weights do not fit or are incomplete; the old weights stay in use.
         """
-        done: Future[float] = Future()
-        done.set_running_or_notify_cancel()  # an update cannot be canceled
+        if self.failure:
+            raise self.failure
+        staged = Weights(incoming.lineage, incoming.version, incoming.content)
+        with self._condition:
+            self.staged = None
+        self._engine.stage(incoming)
+        self._submit(lambda: self._note_staged(staged))
+
+    def adopt(self, lineage: str, version: int) -> Future[Weights]:
+        """Sample with this version or a newer one of the lineage as soon as it is staged; the future resolves then."""
+        adopted: Future[Weights] = Future()
+        adopted.set_running_or_notify_cancel()  # an adoption cannot be canceled
 
         def command() -> None:
-            started_s = time.perf_counter()
-            self._generator.update_weights(version, weights)
-            self._update = _Update(done, weights, time.perf_counter() - started_s)
-            self._finish_update()
+            self._wishes.append(_Wish(lineage, version, adopted))
+            self._adopt()
 
-        self._submit(command).add_done_callback(lambda executed: _copy_failure(executed, done))
-        return done
+        self._submit(command).add_done_callback(lambda executed: _copy_failure(executed, adopted))
+        return adopted
 
     def close(self) -> None:
         """Stop the thread. Listeners and later commands get a GenerationError; the Generator keeps its requests."""
@@ -186,9 +211,7 @@ class GeneratorDriver:
                     self._fail(GenerationError(f"generation failed: {type(error).__name__}: {error}"))
 
     def _has_work(self) -> bool:
-        if self.failure:
-            return False
-        return self._update is not None or (not self.paused and bool(self._subscriptions))
+        return not self.failure and (self._is_due or (not self.paused and bool(self._subscriptions)))
 
     def _execute(self, command: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -202,14 +225,18 @@ class GeneratorDriver:
             future.set_exception(error)
 
     def _step(self) -> None:
+        started_s, before = time.perf_counter(), self.active
+        expected, self._is_due = self.staged if self._is_due else None, False
         try:
-            completions = self._generator.step()
-        except NonFiniteWeightsError as error:
-            if self._update is None:
-                raise
-            update, self._update = self._update, None
-            update.future.set_exception(error)
+            completions = self._engine.step()
+        except WeightUpdateError as error:  # the sender knows, too; the engine says what it does next
+            _log.warning("%s", error)
             return
+        self._note_adopted(expected)
+        if self.active != before:
+            self.counters.updates += 1
+            self.counters.update_pause_s = time.perf_counter() - started_s
+        self._end_wishes()
         self._num_steps += 1
         for completion in completions:
             self._end(completion)
@@ -218,10 +245,16 @@ class GeneratorDriver:
             # A step adds at most one token per sequence, so it is enough to check every `chunk_tokens` steps.
             age = self._num_steps - subscription.added_at_step
             if subscription.chunk_tokens and age % subscription.chunk_tokens == 0:
-                new = self._generator.generated(rollout_id, subscription.num_seen)
+                new = self._engine.generated(rollout_id, subscription.num_seen)
                 if len(new):
                     self._report(subscription, Progress(rollout_id, new, None))
-        self._finish_update()
+
+    def _abort(self, rollout_ids: Iterable[RolloutId]) -> list[Completion]:
+        completions = self._engine.abort([key for key in dict.fromkeys(rollout_ids) if key in self._subscriptions])
+        for completion in completions:
+            self._end(completion)
+        self.counters.aborted += len(completions)
+        return completions
 
     def _end(self, completion: Completion) -> None:
         subscription = self._subscriptions.pop(completion.rollout_id)
@@ -235,23 +268,51 @@ class GeneratorDriver:
         self.counters.generated_tokens += max(0, subscription.num_seen - before)
         subscription.listener(progress)
 
-    def _finish_update(self) -> None:
-        if self._update is None or self._generator.update_pending:
-            return
-        update, self._update = self._update, None
-        self.weight_version = self._generator.weight_version
-        self.counters.updates += 1
-        self.counters.update_pause_s = update.pause_s
-        update.future.set_result(update.pause_s)
+    # --- weights, in the driver's thread ----------------------------------------------------------------------
+
+    def _note_staged(self, staged: Weights) -> None:
+        self.staged = staged
+        self._note_adopted(None)  # an engine may use weights as soon as they are complete
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Ask the engine for the staged weights if a wish does."""
+        staged = self.staged
+        if staged is not None and any(staged.covers(wish.lineage, wish.version) for wish in self._wishes):
+            if staged.lineage != self.active.lineage:
+                self._abort(self._subscriptions)
+            self._engine.adopt(staged.version)
+            self._is_due = True
+        self._end_wishes()
+
+    def _note_adopted(self, expected: Weights | None) -> None:
+        """Find out which weights the engine uses. `expected`: the staged weights, if it should have adopted them."""
+        version, staged = self._engine.weight_version, self.staged
+        if staged is not None and staged.version == version and (staged is expected or self._is_newer(staged)):
+            self.active, self.staged = staged, None
+        elif version != self.active.version:  # the engine had newer weights already when it adopted
+            self.active = Weights(self.active.lineage, version, version)
+
+    def _is_newer(self, staged: Weights) -> bool:
+        return staged.lineage == self.active.lineage and staged.version >= self.active.version
+
+    def _end_wishes(self) -> None:
+        for wish in self._wishes:
+            if self.active.covers(wish.lineage, wish.version):
+                wish.future.set_result(self.active)
+        self._wishes = [wish for wish in self._wishes if not wish.future.done()]
+
+    def _fail_wishes(self, error: MidflightError) -> None:
+        for wish in self._wishes:
+            wish.future.set_exception(error)
+        self._wishes.clear()
 
     def _fail(self, failure: GenerationError) -> None:
         self.failure = failure
         for subscription in self._subscriptions.values():
             subscription.listener(failure)
         self._subscriptions.clear()
-        if self._update is not None:
-            self._update.future.set_exception(failure)
-            self._update = None
+        self._fail_wishes(failure)
 
 
 def _copy_failure(source: Future[Any], target: Future[Any]) -> None:

@@ -14,7 +14,13 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from midflight.errors import GenerationError, NonFiniteWeightsError, RequestError, WeightUpdateError
+from midflight.errors import (
+    GenerationError,
+    GenerationLostError,
+    NonFiniteWeightsError,
+    RequestError,
+    WeightUpdateError,
+)
 from midflight.generation.schemas import ErrorDetail, ErrorResponse
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
@@ -71,6 +77,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), kind="weight_update_error", code=code)
         case GenerationError():
             return ApiError(500, str(error), code="generation_failed")
+        case GenerationLostError():
+            return ApiError(503, str(error), code="shutting_down")
         case _:
             return ApiError(500, f"{type(error).__name__}: {error}")
 
@@ -84,7 +92,8 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse(body, api_error.status, headers=api_error.headers)
 
     for kind in (
-        ApiError, RequestValidationError, HTTPException, RequestError, WeightUpdateError, GenerationError, Exception
+        ApiError, RequestValidationError, HTTPException, RequestError, WeightUpdateError, GenerationError,
+        GenerationLostError, Exception,
     ):  # fmt: skip
         app.add_exception_handler(kind, answer)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
+from midflight.generation.disconnects import CLIENT_CLOSED_REQUEST, unless_disconnected
+from midflight.generation.driver import Weights
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
 from midflight.generation.request_parsing import (
     AsyncTokenizer,
@@ -19,7 +20,7 @@ from midflight.generation.request_parsing import (
     check_model_name,
     generation_requests,
 )
-from midflight.generation.request_schemas import ChatRequest, CompletionRequest
+from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
 from midflight.generation.responses import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
@@ -30,10 +31,7 @@ from midflight.generation.responses import (
 from midflight.generation.schemas import ChatResponse, CompletionResponse, ErrorResponse, Model, ModelList
 from midflight.generation.served_requests import Delta, ServedRequest, ServedRequests
 
-T = TypeVar("T")
-
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-_CLIENT_CLOSED_REQUEST = 499  # the convention for logs; the client is gone
 
 
 def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRouter:
@@ -95,14 +93,7 @@ async def _answer(
     body = builder.body
     requests = generation_requests(model, body, builder.prompts, max_tokens, score_prompts=echo)
     stop = requests[0].sampling.stop
-    version = served_requests.driver.weight_version
-    if body.min_weight_version is not None and version < body.min_weight_version:
-        raise ApiError(
-            503,
-            f"min_weight_version is {body.min_weight_version}, but the weights have version {version}; update them",
-            param="min_weight_version",
-            code="weights_too_old",
-        )
+    _check_weights(body, served_requests.driver.active)
     options = body.stream_options
     chunk_tokens = (options.chunk_tokens if options else 1) if body.stream else None
     start = served_requests.start(
@@ -113,7 +104,16 @@ async def _answer(
         wait=body.rollout_id is None,
     )
     answer = _stream(start, builder, bool(options and options.include_usage)) if body.stream else _whole(start, builder)
-    return await _unless_disconnected(request, answer) or Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return await unless_disconnected(request, answer) or Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _check_weights(body: GenerationOptions, weights: Weights) -> None:
+    if body.weight_lineage is not None and body.weight_lineage != weights.lineage:
+        message = f"weight_lineage is {body.weight_lineage!r}, but the weights are of lineage {weights.lineage!r}"
+        raise ApiError(503, f"{message}; update them", param="weight_lineage", code="weights_too_old")
+    if body.min_weight_version is not None and weights.version < body.min_weight_version:
+        message = f"min_weight_version is {body.min_weight_version}, but the weights have version {weights.version}"
+        raise ApiError(503, f"{message}; update them", param="min_weight_version", code="weights_too_old")
 
 
 async def _stream(start: Awaitable[ServedRequest], builder: ResponseBuilder, include_usage: bool) -> Response:
@@ -162,19 +162,3 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._served.close()
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the result of the work, or None if the client disconnects first; the work is then canceled."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for future in (task, watch):
-            future.cancel()

@@ -25,6 +25,8 @@ class Placement:
     ) -> dict[Member, list[GenerationRequest]]:
         """Return the requests for each member, in the order of their rollout ids.
 
+        `newest_version`: the version that the members were last asked to adopt. A member that has got a newer one
+        already gets requests only if no other member can run them, because an evaluation is of one version.
         Invariants: the chosen member has weights no older than the newest token of the request. If the trainer has lost
         the weights that sampled this token, `newest_version` is new enough.
         """
@@ -32,7 +34,8 @@ class Placement:
         for rollout_id in sorted(waiting) if members else ():
             request = waiting[rollout_id]
             oldest = min(newest_version, newest_version_of(request))
-            eligible = [member for member in members if (member.version or 0) >= oldest]
+            eligible = [member for member in members if member.version >= oldest]
+            eligible = [member for member in eligible if member.version <= newest_version] or eligible
             if eligible:
                 batches.setdefault(self._choose(request, eligible, batches), []).append(request)
         return batches

@@ -2,11 +2,14 @@
 
 consumes       completions of the members; unfinished requests of members that left
 waits for      a completion, at most STEP_S; only if the members are remote
-unblocked by   a completion; a member that has received its weights
+unblocked by   a completion; a member that has adopted new weights
+
+The pool holds no weights: `adopt` tells the members which version to sample with, and the tensors reach each member on
+their own.
 
 Invariants: a request in flight belongs to one member or waits for one. If it changes members, it keeps its tokens, and
-the new member has weights no older than the tokens: versions never decrease along a sequence. A member that is lost, or
-does not take new weights in time, leaves. If it is only slow, the other members take over its requests.
+the new member has weights no older than the tokens: versions never decrease along a sequence. A member that is lost
+leaves. If a member is only late with new weights, the other members take over its requests until it has caught up.
 """
 
 from __future__ import annotations
@@ -17,20 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from midflight.concurrency.background import run_at_once
-from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError, WeightUpdateError
-from midflight.generation.members import Member, Members, Runner
+from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
+from midflight.generation.members import NO_VERSION, Member, Members, Runner
 from midflight.generation.placement import Placement
 from midflight.protocols import Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 STEP_S = 0.05
-DEFAULT_UPDATE_TIMEOUT_S = 60.0
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 _LOST = (GenerationError, GenerationLostError)
 
@@ -53,42 +51,41 @@ class PoolHooks:
 
 
 class EnginePool:
-    """Implements Generator over its members. For use by one thread; updates of remote members run in other threads.
+    """Implements Generator over its members. For use by one thread.
 
-    Raises (`step`): NonFiniteWeightsError; GenerationLostError if no member has accepted requests for `join_timeout_s`.
+    Raises (`step`): GenerationLostError if no member has accepted requests for `join_timeout_s`; WeightUpdateError of a
+    member.
     """
 
     def __init__(
         self,
         version: int,
-        weights: Mapping[str, Tensor],
         *,
         run: Runner = run_at_once,
         ended: threading.Event | None = None,
         hooks: PoolHooks = PoolHooks(),
-        update_timeout_s: float = DEFAULT_UPDATE_TIMEOUT_S,
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a pool without members.
 
-        `weights`: for members that join; copied and kept until the next update. `run`: `run_in_background` for remote
-        members. `ended`: the event that remote members set when their `step` has something to return.
+        `version`: members sample with this version or a newer one. `run`: `run_in_background` for remote members.
+        `ended`: the event that remote members set when they have a completion or have adopted new weights.
         """
-        self._members = Members(version, weights, run, ended, update_timeout_s, clock)
+        self._members = Members(version, run, ended, clock)
         self._ended, self._hooks, self._join_timeout_s, self._clock = ended, hooks, join_timeout_s, clock
         self._owners: dict[RolloutId, Member] = {}
         self._waiting: dict[RolloutId, GenerationRequest] = {}
         self._completed: list[Completion] = []
         self._placement = Placement()
-        self._updated_while_idle = False
+        self._idle_version = version  # newest version asked for while nothing was in flight
         self._empty_since_s: float | None = None
 
     # --- members ----------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the members, including members still waiting for their first weights."""
+        """Names of the members, including members that wait for weights."""
         return frozenset(member.name for member in self._members)
 
     def has_served(self, name: str) -> bool:
@@ -97,12 +94,12 @@ class EnginePool:
         return member is not None and member.has_served
 
     def join(self, name: str, generator: Generator, hang_up: Callable[[], object] = lambda: None) -> None:
-        """Add a member; it gets requests once it has the weights.
+        """Add a member; it gets requests once its weights are no older than the pool's.
 
         `hang_up`: disconnects without waiting for the member; `abort` must then return the tokens that had arrived.
         """
         self._members.add(Member(name, generator, hang_up))
-        self._follow_updates()
+        self._follow_versions()
 
     def leave(self, name: str, reason: str) -> None:
         """Give a member no more requests and remove it after its last one; an unknown name is ignored."""
@@ -143,11 +140,6 @@ class EnginePool:
     def num_engines(self) -> int:
         """Number of members that accept requests; 1 if there are none, so that requests are added and wait."""
         return max(1, len(self._members.open))
-
-    @property
-    def update_pending(self) -> bool:
-        """True while a sampling member receives new weights; a joining member does not count."""
-        return self._members.update_pending
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests, all or none; requests without a member wait for one."""
@@ -205,35 +197,25 @@ class EnginePool:
             for request in waiting
         ]
 
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Send weights to all members in parallel, without waiting for remote members.
-
-        `update_pending` is True until every sampling member has the weights or is set aside.
-        """
-        if self.update_pending:
-            raise WeightUpdateError(
-                f"version {version} came while another version is being sent; step the pool until `update_pending` is"
-                " False"
-            )
-        self._updated_while_idle = not self.num_in_flight
-        self._members.update(version, weights)
-        self._follow_updates()
+    def adopt(self, version: int) -> None:
+        """Ask all members to sample with this version; `weight_version` follows the slowest member that samples."""
+        if not self.num_in_flight:
+            self._idle_version = max(self._idle_version, version)
+        self._members.adopt(version)
+        self._follow_versions()
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def _follow_updates(self) -> None:
-        for member, reason in self._members.failed():
-            self._drop(member, reason)
-        for member in self._members.caught_up():
+    def _follow_versions(self) -> None:
+        for member in self._members.read_versions():
             if not member.has_joined:
                 member.has_joined = True
                 self._hooks.log(member.name, f"joined with weights of version {member.version}")
-        for member in self._members.slow():
-            member.samples = False
+        for member in self._members.set_aside_late():
             if member.requests:
                 member.recall = self._members.run(functools.partial(member.generator.abort, list(member.requests)))
         for member in self._members:
-            if member.version is not None and not member.samples and not member.was_behind:
+            if member.version != NO_VERSION and not member.samples and not member.was_behind:
                 member.was_behind = True  # log this once per member, because it may happen at every update
                 self._hooks.log(
                     member.name,
@@ -286,18 +268,18 @@ class EnginePool:
             return {}
         members = self._members.open
         # As with a single engine: requests added after an update of an idle pool are sampled by the new weights.
-        if self._updated_while_idle and any(member.update is not None for member in members):
+        if any(member.version < self._idle_version for member in members):
             return {}
         return self._placement.assign(self._waiting, members, self._members.newest_version)
 
     def _advance(self) -> list[Completion]:
         if self._ended is not None:
             self._ended.clear()  # before the members are asked, so that the next wait sees any later event
-        self._follow_updates()
+        self._follow_versions()
         for member in self._members:
             if member.recall is None:
                 self._collect(member)
-        self._follow_updates()
+        self._follow_versions()
         self._place()
         completed, self._completed = self._completed, []
         return completed

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from midflight.generation.schemas import Generated, RolloutIdField, TokenId, Version, Wire
+from midflight.generation.schemas import Generated, Lineage, RolloutIdField, TokenId, Version, Wire
 from midflight.types import TEMPERATURES
 
 
@@ -84,6 +84,9 @@ class GenerationOptions(Wire):
     generated: Generated | None = Field(None, description="continue after these tokens, as if never interrupted")
     min_weight_version: Version | None = Field(
         None, description="refuse the request with 503 while the weights are older, for example after a restart"
+    )
+    weight_lineage: Lineage | None = Field(
+        None, description="refuse the request with 503 while the weights are of another lineage"
     )
     frequency_penalty: Penalty = Field(None, description=f"{_NEUTRAL}0")
     presence_penalty: Penalty = Field(None, description=f"{_NEUTRAL}0")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from midflight.types import GeneratedTokens
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from midflight.weights.process_group import DEFAULT_TIMEOUT_S
+from midflight.weights.specs import PROTOCOL_VERSION
 
 # Rollout ids of clients are below this. The server gives larger ids to requests without one. All ids fit into 53 bits,
 # which every JSON parser represents exactly.
@@ -22,6 +23,10 @@ NUM_ROLLOUT_IDS = 1 << 52
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Version = Annotated[int, Field(ge=0, lt=1 << 31, description="optimizer steps")]
+Lineage = Annotated[
+    str,
+    Field(max_length=255, description="name of a series of versions; weights of another lineage replace all others"),
+]
 RolloutIdField = Annotated[int, Field(ge=0, lt=NUM_ROLLOUT_IDS)]
 
 
@@ -59,16 +64,32 @@ class InitProcessGroupRequest(Wire):
         DEFAULT_TIMEOUT_S, gt=0, le=3600, description="timeout for joining and for every bucket, seconds"
     )
     backend: Literal["gloo", "nccl"] = "gloo"
+    protocol: int = Field(PROTOCOL_VERSION, description="version of this contract that the sender follows")
 
 
 class WeightUpdateRequest(Wire):
-    """Body of POST /request_weight_update: announces tensors in the order of their transfer."""
+    """Body of POST /request_weight_update: announces tensors in the order of their transfer.
+
+    Without tensors, the request gives weights that the server has a new version.
+    """
 
     version: Version
-    names: Annotated[list[str], Field(min_length=1)]
+    names: list[str]
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0, lt=1 << 40)]]]
     bucket_bytes: int = Field(DEFAULT_BUCKET_BYTES, ge=1, le=1 << 40, description="largest broadcast, bytes")
+    lineage: Lineage = ""
+    content: Version | None = Field(
+        None, description="the version that changed the tensors last, optimizer steps; default: version"
+    )
+    adopt: bool = Field(True, description="answer when the weights are in use; false: answer when they are staged")
+
+
+class AdoptRequest(Wire):
+    """Body of POST /adopt: sample with this version, or a newer one of the lineage, as soon as it has arrived."""
+
+    version: Version
+    lineage: Lineage | None = Field(None, description="default: the lineage of the weights in use")
 
 
 # --- responses --------------------------------------------------------------------------------------------------
@@ -191,11 +212,20 @@ class AbortResponse(BaseModel):
 
 
 class Status(BaseModel):
-    """State of a server; `in_flight` counts sequences."""
+    """State of a server; `in_flight` counts sequences.
+
+    `lineage`, `content`: of the weights in use. `staged_...`: of weights that have arrived and are not in use yet.
+    """
 
     status: Literal["ok", "paused"]
-    weight_version: int
     in_flight: int
+    protocol: int = PROTOCOL_VERSION
+    weight_version: int
+    lineage: str
+    content: int
+    staged_version: int | None
+    staged_lineage: str | None
+    staged_content: int | None
 
 
 class InitProcessGroupResponse(BaseModel):
@@ -209,9 +239,16 @@ class WeightUpdateResponse(BaseModel):
     """Result of a weight update."""
 
     version: int
-    pause_s: float = Field(description="pause of decoding, seconds")
-    seconds: float = Field(description="time from the announcement until the weights were in use, seconds")
+    pause_s: float = Field(description="duration of the decode step that adopted the weights; 0 without adopt, seconds")
+    seconds: float = Field(description="time from the announcement to this answer, seconds")
     bytes: int
+
+
+class AdoptResponse(BaseModel):
+    """The weights that a server samples with."""
+
+    version: int
+    lineage: str
 
 
 class Model(BaseModel):

@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from midflight.generation.control_routes import WeightIntake, control_router, metrics_router
+from midflight.generation.control_routes import control_router, metrics_router
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import BodyLimit, install_error_handlers
 from midflight.generation.openai_routes import openai_router
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.served_requests import ServedRequests
+from midflight.generation.weight_intake import WeightIntake
 from midflight.types import TensorSpec
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
@@ -37,12 +38,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        weights.close()
         driver.close()
+
+    weights = WeightIntake(driver, weight_specs, device)
 
     app = FastAPI(title="Midflight", description="Generation with in-flight weight updates.", lifespan=lifespan)
     app.state.admin_token = admin_token
     app.include_router(openai_router(model, ServedRequests(driver)))
-    app.include_router(control_router(driver, WeightIntake(driver, weight_specs, device)))
+    app.include_router(control_router(driver, weights))
     app.include_router(metrics_router(driver))
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)

@@ -1,4 +1,4 @@
-"""The token streams of one server: one event stream per request, read in a thread with its own event loop.
+"""The token streams of one server: one event stream per request, read in the thread of a BackgroundClient.
 
 Tokens arrive in chunks during generation, so that a lost server loses only the tokens of unfinished chunks.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from midflight.errors import (
     RequestError,
     WeightUpdateError,
 )
+from midflight.generation.background_client import BackgroundClient
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 _ABORTED = (None, FinishReason.ABORT)
@@ -57,7 +58,8 @@ class _Running:
             np.array(self.weight_versions[start:], np.int32),
         )
 
-    def add_choice(self, choice: dict[str, Any]) -> None:
+    def add_choice(self, choice: dict[str, Any]) -> list[int]:
+        """Add the next part of the response; return the versions of the tokens that are new."""
         known = min(self.num_repeated, len(choice["token_ids"]))
         self.num_repeated -= known
         self.token_ids += choice["token_ids"][known:]
@@ -66,24 +68,26 @@ class _Running:
         self.logprobs += [float("nan") if value is None else value for value in logprobs]
         if choice["finish_reason"]:
             self.finish_reason = FinishReason(choice["finish_reason"])
+        versions: list[int] = choice["weight_versions"][known:]
+        return versions
 
 
 class TokenStreams:
     """Requests in flight at one server and the tokens that have arrived. Thread-safe.
 
-    `client_options`: options of an httpx client. `ended`: event to set when a request has ended.
+    `ended`: event to set when a request has ended. `learn`: receives the weight version of new tokens.
     """
 
-    def __init__(self, client_options: Mapping[str, Any], timeout_s: float, ended: threading.Event | None) -> None:
-        # A stream is silent while its sequence waits for a slot, or the server is paused.
-        self._client = httpx.AsyncClient(**{**client_options, "timeout": httpx.Timeout(timeout_s, read=None)})
-        self._timeout_s, self._ended = timeout_s, ended
+    def __init__(
+        self,
+        client: BackgroundClient,
+        timeout_s: float,
+        ended: threading.Event,
+        learn: Callable[[int], object] = lambda version: None,
+    ) -> None:
+        self._client, self._timeout_s, self._ended, self._learn = client, timeout_s, ended, learn
         self._running: dict[RolloutId, _Running] = {}
         self._changed = threading.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="http-generator", daemon=True)
-        self._thread.start()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -94,7 +98,7 @@ class TokenStreams:
         Raises: RequestError if the server refuses one; then none is added.
         """
         bodies = [body_of(request) for request in requests]
-        asyncio.run_coroutine_threadsafe(self._open_all(requests, bodies), self._loop).result()
+        self._client.run(self._open_all(requests, bodies))
 
     def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
         """Return the tokens of a request that have arrived, from response position `start` on."""
@@ -137,17 +141,6 @@ class TokenStreams:
             ids = list(self._running) if rollout_ids is None else rollout_ids
             self._fail([self._running[key] for key in ids if key in self._running], failure)
 
-    def close(self, failure: MidflightError) -> bool:
-        """Disconnect and fail all requests in flight with this error. Return False if closed before."""
-        if self._loop.is_closed():
-            return False
-        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result()
-        self.lose(None, failure)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        return True
-
     def _take(self, rollout_id: RolloutId) -> Completion:
         running = self._running.pop(rollout_id)
         return Completion(rollout_id, running.generated(), running.finish_reason or FinishReason.ABORT)
@@ -161,8 +154,7 @@ class TokenStreams:
 
     def _notify(self) -> None:
         self._changed.notify_all()
-        if self._ended is not None:
-            self._ended.set()
+        self._ended.set()
 
     async def _open_all(self, requests: Sequence[GenerationRequest], bodies: Sequence[object]) -> None:
         results = await asyncio.gather(*map(self._open, bodies), return_exceptions=True)
@@ -175,16 +167,14 @@ class TokenStreams:
             running = _Running.from_request(request)
             with self._changed:
                 self._running[request.rollout_id] = running
-            task = self._loop.create_task(self._read(running, response))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._client.start(self._read(running, response))
 
     async def _open(self, body: object) -> httpx.Response:
         """Return the response as soon as its headers have arrived: the server has then accepted the request."""
-        http_request = self._client.build_request("POST", "/v1/completions", json=body)
+        http_request = self._client.http.build_request("POST", "/v1/completions", json=body)
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._client.send(http_request, stream=True)
+                response = await self._client.http.send(http_request, stream=True)
             if response.is_success:
                 return response
             await response.aread()
@@ -211,15 +201,11 @@ class TokenStreams:
             raise GenerationError(event["error"]["message"])
         for choice in event["choices"]:
             with self._changed:
-                running.add_choice(choice)
+                versions = running.add_choice(choice)
                 if running.has_ended:
                     self._notify()
-
-    async def _hang_up(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.aclose()
+            if versions:
+                self._learn(max(versions))
 
 
 def refusal_of(response: httpx.Response) -> MidflightError:

@@ -105,7 +105,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_end()
-        self._driver.abort()
+        self._driver.wind_down()
         await super().shutdown(sockets)
 
 

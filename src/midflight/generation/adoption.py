@@ -1,0 +1,94 @@
+"""A server's weight version, and the request that it adopts a newer one.
+
+consumes       the answers to POST /adopt; the versions of streamed tokens
+waits for      an answer, in the thread of the BackgroundClient
+unblocked by   the adoption; a lost connection, after which the request is repeated; the client's end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from http import HTTPStatus
+
+import httpx
+
+from midflight.errors import GenerationError, MidflightError, WeightUpdateError
+from midflight.generation.background_client import BackgroundClient
+from midflight.generation.schemas import AdoptResponse
+from midflight.generation.token_streams import reason_of, refusal_of
+
+RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Adoption:
+    """The newest version that a server is asked for. One request at a time: an answer may bring newer weights.
+
+    `weight_version`: version that the server samples with, as far as its answers tell; never decreases.
+    `ended`: event to set when the version has changed or the server has refused.
+    """
+
+    def __init__(
+        self, client: BackgroundClient, lineage: str | None, version: int, timeout_s: float, ended: threading.Event
+    ) -> None:
+        self.weight_version = self._wanted = version
+        self._client, self._lineage, self._timeout_s, self._ended = client, lineage, timeout_s, ended
+        self._is_asking = False
+        self._failure: MidflightError | None = None
+
+    def ask(self, version: int) -> None:
+        """Ask for this version, unless a newer one is asked for already. Returns at once."""
+        if version > self.weight_version:
+            self._client.run(self._ask(version))
+
+    def learn(self, version: int) -> None:
+        """Note that the server samples with this version. Call from a coroutine of the client."""
+        if version > self.weight_version:
+            self.weight_version = version
+            self._ended.set()
+
+    def take_failure(self) -> MidflightError | None:
+        """Return the server's refusal, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    async def _ask(self, version: int) -> None:
+        self._wanted = max(self._wanted, version)
+        if not self._is_asking:
+            self._is_asking = True
+            self._client.start(self._ask_until_adopted())
+
+    async def _ask_until_adopted(self) -> None:
+        try:
+            while self.weight_version < self._wanted:
+                await self._ask_once(self._wanted)
+        except MidflightError as error:
+            self._failure = error
+            self._ended.set()
+        finally:
+            self._is_asking = False
+
+    async def _ask_once(self, version: int) -> None:
+        # Repeated after a timeout: the connection may have been lost without a sign, and repeating does no harm.
+        timeout = httpx.Timeout(self._timeout_s)
+        body = {"version": version} | ({} if self._lineage is None else {"lineage": self._lineage})
+        try:
+            response = await self._client.http.post("/adopt", json=body, timeout=timeout)
+            if response.is_success:
+                self.learn(AdoptResponse.model_validate(response.json()).version)
+                return
+            refusal = refusal_of(response)
+        except httpx.ReadTimeout:
+            return
+        except (httpx.HTTPError, ValueError) as error:
+            _log.info("%s/adopt: %s", self._client.http.base_url, reason_of(error))
+            await asyncio.sleep(RETRY_S)
+            return
+        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE or isinstance(refusal, WeightUpdateError):
+            _log.warning("%s/adopt: version %d: %s", self._client.http.base_url, version, refusal)
+            await asyncio.sleep(RETRY_S)
+            return
+        raise GenerationError(f"it does not adopt version {version}: {refusal}")

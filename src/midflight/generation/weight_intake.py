@@ -1,0 +1,137 @@
+"""The server's end of weight updates: joins the sender's process group and hands the tensors to the engine.
+
+consumes       tensors, in a thread of its own, while the engine keeps decoding
+waits for      the whole group; one bucket after another
+unblocked by   each of them, a timeout, a lost peer, close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from midflight.concurrency.background import run_in_background
+from midflight.errors import WeightUpdateError
+from midflight.generation.driver import GeneratorDriver
+from midflight.generation.http_errors import ApiError
+from midflight.generation.schemas import WeightUpdateRequest, WeightUpdateResponse
+from midflight.protocols import IncomingWeights
+from midflight.types import TensorSpec
+from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver
+from midflight.weights.specs import num_bytes
+
+T = TypeVar("T")
+
+
+class WeightIntake:
+    """Receiver of weight updates in the server. `join` and `receive` block; `run_exclusive` runs them in a thread.
+
+    `expected`: the tensors of the model; an announcement of other tensors is refused before anything is received.
+    """
+
+    def __init__(self, driver: GeneratorDriver, expected: Sequence[TensorSpec], device: str = "cpu") -> None:
+        self._driver, self._device = driver, device
+        self._expected = {spec.name: spec for spec in expected}
+        self._receiver: ProcessGroupReceiver | None = None
+        self._lock = asyncio.Lock()
+
+    async def run_exclusive(self, function: Callable[[], T]) -> T:
+        """Run a blocking call in a thread and return its result.
+
+        Raises: ApiError 409 if another update or join is going on.
+        """
+        if self._lock.locked():
+            raise ApiError(409, "another weight update is going on; try again later", code="update_in_progress")
+        async with self._lock:
+            return await asyncio.wrap_future(run_in_background(function))
+
+    def close(self) -> None:
+        """Leave the process group; a receive that is going on fails."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    def join(self, invitation: Invitation) -> None:
+        """Join a process group; leave the previous one.
+
+        Raises: WeightUpdateError if the group is not complete in time.
+        """
+        self.close()
+        self._receiver = ProcessGroupReceiver(invitation, self._device)
+
+    def receive(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Receive announced weights and stage them; if the request says so, return when they are in use.
+
+        Raises: WeightUpdateError if the weights do not fit or do not arrive, ApiError 409 if the tensors of `content`
+        are unknown; the old weights then stay in use.
+        """
+        started_s = time.perf_counter()
+        specs = self._check(body)
+        content = body.version if body.content is None else body.content
+        tensors = self._tensors(body, specs) if specs else self._known(body.lineage, content)
+        self._driver.stage(IncomingWeights(body.version, content, tensors, lineage=body.lineage))
+        pause_s = 0.0
+        if body.adopt:
+            self._driver.adopt(body.lineage, body.version).result()
+            pause_s = self._driver.counters.update_pause_s
+        return WeightUpdateResponse(
+            version=body.version,
+            pause_s=pause_s,
+            seconds=time.perf_counter() - started_s,
+            bytes=sum(map(num_bytes, specs)),
+        )
+
+    def _tensors(self, body: WeightUpdateRequest, specs: tuple[TensorSpec, ...]) -> Iterable[tuple[str, Tensor]]:
+        if self._receiver is None:
+            raise WeightUpdateError("there is no process group; POST /init_process_group first")
+        try:
+            yield from self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes)).items()
+        except WeightUpdateError:
+            self._receiver = None
+            raise
+
+    def _known(self, lineage: str, content: int) -> Iterable[tuple[str, Tensor]]:
+        """Check that the engine has tensors of this content; nothing is received then."""
+        for weights in (self._driver.active, self._driver.staged):
+            if weights and (weights.lineage, weights.content) == (lineage, content):
+                return ()
+        raise ApiError(409, f"this server has no weights with content {content}; send them", code="content_unknown")
+
+    def _check(self, body: WeightUpdateRequest) -> tuple[TensorSpec, ...]:
+        active = self._driver.active
+        if body.lineage == active.lineage and body.version < active.version + body.adopt:
+            raise WeightUpdateError(
+                f"version {body.version} is not newer than version {active.version}, which serves; send a newer version"
+                " or another lineage"
+            )
+        if not len(body.names) == len(body.dtypes) == len(body.shapes):
+            raise WeightUpdateError(
+                f"{len(body.names)} names, {len(body.dtypes)} dtypes and {len(body.shapes)} shapes were announced;"
+                " announce one of each per tensor"
+            )
+        specs = tuple(map(TensorSpec, body.names, map(tuple, body.shapes), body.dtypes))
+        if not specs:
+            return specs
+        missing, extra = self._expected.keys() - set(body.names), set(body.names) - self._expected.keys()
+        if missing:
+            raise _misfit(f"the announced weights lack {min(missing)!r}")
+        if extra:
+            raise _misfit(f"the model has no tensor {min(extra)!r}")
+        if len(specs) > len(self._expected):
+            raise _misfit(f"a tensor is announced twice: {len(specs)} names, {len(self._expected)} tensors")
+        for spec in specs:
+            expected = self._expected[spec.name]
+            if spec != expected:
+                raise _misfit(
+                    f"tensor {spec.name!r} is announced as {spec.dtype} {list(spec.shape)}, not"
+                    f" {expected.dtype} {list(expected.shape)}"
+                )
+        return specs
+
+
+def _misfit(message: str) -> ApiError:
+    return ApiError(400, message, kind="weight_update_error", code="weights_do_not_fit")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +75,22 @@ class Server(ScriptedGenerator):
             self.weight_version = self.staged
 
 
+class Answer(Future[T]):
+    """Answer of a server that hangs: comes when the server goes on, or at once if the caller waits for it."""
+
+    def __init__(self, server: Server, function: Callable[[], T]) -> None:
+        super().__init__()
+        self.server, self._function = server, function
+
+    def come(self) -> None:
+        if not self.done():
+            self.set_result(self._function())
+
+    def result(self, timeout: float | None = None) -> T:
+        self.come()
+        return super().result(timeout)
+
+
 class Sender:
     """Every server gets the newest version on its own, after its delay."""
 
@@ -119,7 +135,7 @@ class FleetRun(Run):
         self.pooled_versions: list[int] = []
         self.longest_stall = 0
         self._stall = 0
-        self._answers: list[tuple[Server, Future[object], Callable[[], object]]] = []
+        self._answers: list[Answer[Any]] = []
         super().__init__(schedule, batch_size, world)
 
     def make_generator(self) -> Generator:
@@ -128,13 +144,14 @@ class FleetRun(Run):
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a call that may block: a server that hangs answers when it goes on, or when it is given up."""
-        generator = getattr(getattr(function, "func", None), "__self__", None)
-        future: Future[T] = Future()
-        if isinstance(generator, Server) and generator.hangs_since is not None:
-            self._answers.append((generator, future, function))  # type: ignore[arg-type]
+        server = getattr(getattr(function, "func", None), "__self__", None)
+        assert isinstance(server, Server)
+        answer = Answer(server, function)
+        if server.hangs_since is None:
+            answer.come()
         else:
-            future.set_result(function())
-        return future
+            self._answers.append(answer)
+        return answer
 
     def discover(self, pool: EnginePool) -> None:
         """Do what the registry and the probes do for the pool, and what the user does to the servers."""
@@ -150,10 +167,9 @@ class FleetRun(Run):
             if given_up or server.is_dead or name not in pool.names:
                 del self.servers[name]
         for answer in list(self._answers):
-            server, future, function = answer
-            if server.is_healthy or server not in self.servers.values():
+            if answer.server.is_healthy or answer.server not in self.servers.values():
                 self._answers.remove(answer)
-                future.set_result(function())
+                answer.come()
         self.sender.tick(now, self.receiver.version, list(self.servers.values()))
 
     def change(self, event: Event, pool: EnginePool) -> None:

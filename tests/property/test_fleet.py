@@ -1,30 +1,27 @@
 """A fleet on a virtual clock: engines join, leave, die, hang and are slow at any moment, while versions are sent.
 
-The rollout loop, the schedules and the pool are the real ones. The engines are scripted: each has the weights that have
-been staged, the version it was asked for, and the version it samples with. A tick is one iteration of the loop.
+The rollout loop, the schedules, the pool, the table of engines of the sender and its verdicts on slow ones are real. The
+engines and the network are scripted. A tick is one iteration of the rollout loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midflight.errors import GenerationLostError
-from midflight.generation.members import NO_VERSION
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.protocols import Generator, Schedule
 from midflight.schedules.april import AprilSchedule
 from midflight.schedules.bounded import BoundedSchedule
 from midflight.schedules.conventional import ConventionalSchedule
 from midflight.schedules.pipeline import PipelineSchedule
-from midflight.testing.fakes import ScriptedGenerator
-from midflight.types import Completion, GenerationRequest
+from property.scripted_fleet import NUM_BYTES, TICK_S, TIMEOUT_TICKS, ScriptedSender, Server
 from property.test_schedules import GROUP_SIZE, Run, World, batch_groups, members, quiet, worlds
 from soak import SOAK
 
@@ -32,66 +29,25 @@ __all__ = ["quiet"]  # a fixture
 
 T = TypeVar("T")
 
-TICK_S = 0.25
-TIMEOUT_TICKS = 20  # `weights.timeout_s`
 PROBE_TICKS = 160  # after which the pool's owner finds out that a server hangs
+SETTLED_TICKS = 300  # the longest delay between two attempts of the sender, and an update
 MAX_SERVERS = 4
 
 
-class Server(ScriptedGenerator):
-    """A scripted server and the pool's connection to it."""
+class Answer(Future[T]):
+    """Answer of a server that hangs: comes when the server goes on, or at once if the caller waits for it."""
 
-    def __init__(self, length_of: Callable[[int], int], delay: int) -> None:
-        super().__init__(length_of)
-        self.weight_version = NO_VERSION
-        self.staged = NO_VERSION
-        self.delay = delay  # ticks that a transfer of weights takes
-        self.hangs_since: int | None = None
-        self.is_dead = False
-        self.num_tokens = 0
+    def __init__(self, server: Server, function: Callable[[], T]) -> None:
+        super().__init__()
+        self.server, self._function = server, function
 
-    @property
-    def is_healthy(self) -> bool:
-        return self.hangs_since is None and not self.is_dead
+    def come(self) -> None:
+        if not self.done():
+            self.set_result(self._function())
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
-        if not self.is_healthy:
-            raise GenerationLostError("the server does not answer")
-        super().add(requests)
-
-    def step(self) -> list[Completion]:
-        if self.is_dead:
-            raise GenerationLostError("the server is gone")
-        if self.hangs_since is not None:
-            return []
-        self.num_tokens += self.num_in_flight
-        return super().step()
-
-    def adopt(self, version: int) -> None:
-        self._asked = max(self._asked, version)
-
-    def _advance_update(self) -> None:
-        if self.weight_version < self._asked <= self.staged:
-            self.weight_version = self.staged
-
-
-class Sender:
-    """Every server gets the newest version on its own, after its delay."""
-
-    def __init__(self) -> None:
-        self._due: dict[Server, tuple[int, int]] = {}  # version, tick of its arrival
-
-    def tick(self, now: int, newest: int, servers: Sequence[Server]) -> None:
-        for server in servers:
-            if not server.is_healthy:
-                self._due.pop(server, None)
-            elif server in self._due:
-                version, arrival = self._due[server]
-                if now >= arrival:
-                    server.staged = max(server.staged, version)
-                    del self._due[server]
-            if server.is_healthy and server not in self._due and server.staged < newest:
-                self._due[server] = newest, now + server.delay
+    def result(self, timeout: float | None = None) -> T:
+        self.come()
+        return super().result(timeout)
 
 
 @dataclass(frozen=True)
@@ -114,12 +70,12 @@ class FleetRun(Run):
     def __init__(self, schedule: Schedule, batch_size: int, world: World, events: Mapping[int, Event]) -> None:
         self.events = events
         self.servers: dict[str, Server] = {}
-        self.sender = Sender()
+        self.sender = ScriptedSender()
         self.num_joined = 0
         self.pooled_versions: list[int] = []
         self.longest_stall = 0
         self._stall = 0
-        self._answers: list[tuple[Server, Future[object], Callable[[], object]]] = []
+        self._answers: list[Answer[Any]] = []
         super().__init__(schedule, batch_size, world)
 
     def make_generator(self) -> Generator:
@@ -128,13 +84,14 @@ class FleetRun(Run):
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a call that may block: a server that hangs answers when it goes on, or when it is given up."""
-        generator = getattr(getattr(function, "func", None), "__self__", None)
-        future: Future[T] = Future()
-        if isinstance(generator, Server) and generator.hangs_since is not None:
-            self._answers.append((generator, future, function))  # type: ignore[arg-type]
+        server = getattr(getattr(function, "func", None), "__self__", None)
+        assert isinstance(server, Server)
+        answer = Answer(server, function)
+        if server.hangs_since is None:
+            answer.come()
         else:
-            future.set_result(function())
-        return future
+            self._answers.append(answer)
+        return answer
 
     def discover(self, pool: EnginePool) -> None:
         """Do what the registry and the probes do for the pool, and what the user does to the servers."""
@@ -150,11 +107,10 @@ class FleetRun(Run):
             if given_up or server.is_dead or name not in pool.names:
                 del self.servers[name]
         for answer in list(self._answers):
-            server, future, function = answer
-            if server.is_healthy or server not in self.servers.values():
+            if answer.server.is_healthy or answer.server not in self.servers.values():
                 self._answers.remove(answer)
-                future.set_result(function())
-        self.sender.tick(now, self.receiver.version, list(self.servers.values()))
+                answer.come()
+        self.sender.tick(now, self.receiver.version, self.servers)
 
     def change(self, event: Event, pool: EnginePool) -> None:
         if event.kind == "join" and len(self.servers) < MAX_SERVERS:
@@ -175,12 +131,13 @@ class FleetRun(Run):
         elif event.kind == "resume":
             server.hangs_since = None
         elif event.kind == "slow":
-            server.delay = 3 * TIMEOUT_TICKS
+            server.rate = 1
 
     def join(self, pool: EnginePool) -> None:
         self.num_joined += 1
         name = f"{self.num_joined:04}"
-        self.servers[name] = Server(self.world.length_of, self.world.update_ticks * (self.num_joined % 3))
+        rate = NUM_BYTES // (1 + self.world.update_ticks * (self.num_joined % 3))
+        self.servers[name] = Server(name, self.world.length_of, rate, written_at=self.tick)
         pool.join(name, self.servers[name])
 
     def iteration(self) -> None:
@@ -199,22 +156,18 @@ class FleetRun(Run):
     def total_tokens(self) -> int:
         return sum(server.num_tokens for server in self.servers.values())
 
-    def settle(self) -> None:
-        """End all faults, and give the servers the time of an update."""
+    def check_versions(self) -> None:
+        """Check that no version decreased, and that every server gets the newest one once all faults are over."""
+        assert self.pooled_versions == sorted(self.pooled_versions), "the version of the pool decreased"
         self.events = {}
         for server in self.servers.values():
-            server.hangs_since, server.delay = None, min(server.delay, 4)
-        newest = self.receiver.version
-        for _ in range(4 * TIMEOUT_TICKS):
+            server.hangs_since, server.rate = None, NUM_BYTES
+        newest, begun_at = self.receiver.version, self.tick
+        while any(server.weight_version != newest for server in self.servers.values()):
+            assert self.tick - begun_at < SETTLED_TICKS, "a server never gets the newest version"
             self.generator.adopt(newest)
             self.generator.step()
             self.tick += 1
-
-    def check_versions(self) -> None:
-        assert self.pooled_versions == sorted(self.pooled_versions), "the version of the pool decreased"
-        self.settle()
-        newest = self.receiver.version
-        assert {server.weight_version for server in self.servers.values()} == {newest}
 
 
 @pytest.mark.slow

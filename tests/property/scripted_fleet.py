@@ -1,0 +1,190 @@
+"""Scripted servers and a scripted broadcast for the fleet on a virtual clock.
+
+The table of engines (Membership) and the verdicts on slow ones (ChainWatch) are the sender's own. Scripted is what the
+network does: bytes go from the trainer to the first server of the chain, and from each server to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from midflight.errors import GenerationLostError
+from midflight.generation.members import NO_VERSION
+from midflight.testing.fakes import ScriptedGenerator
+from midflight.types import Completion, GenerationRequest
+from midflight.weights.membership import Membership
+from midflight.weights.progress import ChainWatch, Progress
+
+TICK_S = 0.25
+TIMEOUT_S = 5.0  # `weights.timeout_s`
+TIMEOUT_TICKS = int(TIMEOUT_S / TICK_S)
+NUM_BYTES = 60  # of all weights
+ROOM_BYTES = 20  # that a server keeps until the next one has taken them
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Entry of the registry."""
+
+    url: str
+    written_at: int
+
+
+class Server(ScriptedGenerator):
+    """A scripted server and the pool's connection to it. `rate`: bytes of weights that it takes in a tick."""
+
+    def __init__(self, name: str, length_of: Callable[[int], int], rate: int, written_at: int) -> None:
+        super().__init__(length_of)
+        self.name, self.rate, self.entry = name, rate, Entry(name, written_at)
+        self.weight_version = self.staged = NO_VERSION
+        self.hangs_since: int | None = None
+        self.is_dead = False
+        self.num_tokens = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.hangs_since is None and not self.is_dead
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        if not self.is_healthy:
+            raise GenerationLostError("the server does not answer")
+        super().add(requests)
+
+    def step(self) -> list[Completion]:
+        if self.is_dead:
+            raise GenerationLostError("the server is gone")
+        if self.hangs_since is not None:
+            return []
+        self.num_tokens += self.num_in_flight
+        return super().step()
+
+    def adopt(self, version: int) -> None:
+        self._asked = max(self._asked, version)
+
+    def _advance_update(self) -> None:
+        if self.weight_version < self._asked <= self.staged:
+            self.weight_version = self.staged
+
+
+@dataclass
+class _Link:
+    """What one server of the chain has received and passed on."""
+
+    received: int = 0
+    passed_on: int = 0
+
+
+class Broadcast:
+    """One version on its way along a chain of servers."""
+
+    def __init__(self, version: int, chain: Sequence[Server], begun_at: int) -> None:
+        self.version, self.chain, self.begun_at = version, chain, begun_at
+        self.entries = {server.name: server.entry for server in chain}
+        self.watch = ChainWatch([server.name for server in chain], NUM_BYTES, TIMEOUT_S, begun_at * TICK_S)
+        self._links = [_Link() for _ in chain]
+
+    def move(self) -> None:
+        """Let every server take bytes from the one before it; the trainer has all of them."""
+        for index, server in enumerate(self.chain):
+            before = self._links[index - 1] if index else None
+            if not server.is_healthy or (before and not self.chain[index - 1].is_healthy):
+                continue
+            link = self._links[index]
+            available = before.received if before else NUM_BYTES
+            is_last = index + 1 == len(self.chain)
+            room = NUM_BYTES if is_last else link.passed_on + ROOM_BYTES
+            link.received = max(link.received, min(available, room, link.received + server.rate))
+            if before:
+                before.passed_on = link.received
+
+    def observe(self, now: int) -> list[str]:
+        """Return the servers that must be left out."""
+        progress = {
+            server.name: self._progress(index) if server.is_healthy else None for index, server in enumerate(self.chain)
+        }
+        return self.watch.observe(now * TICK_S, NUM_BYTES, progress, self.done())
+
+    def done(self) -> set[str]:
+        return {
+            server.name
+            for server, link in zip(self.chain, self._links, strict=True)
+            if link.received >= NUM_BYTES and server.is_healthy
+        }
+
+    def _progress(self, index: int) -> Progress:
+        link, is_last = self._links[index], index + 1 == len(self.chain)
+        has_room = is_last or link.received < link.passed_on + ROOM_BYTES
+        return Progress(
+            version=self.version,
+            num_bytes=NUM_BYTES,
+            received=link.received,
+            passed_on=link.passed_on,
+            taken=link.received,
+            has_room=has_room,
+        )
+
+
+class ScriptedSender:
+    """The trainer's sender: it asks, forms a chain of the servers that lack the newest version, and broadcasts."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.membership = Membership(lambda: self.now * TICK_S, lambda text: None)
+        self._asked: dict[str, tuple[Entry, int]] = {}  # entry, tick of the question
+        self._broadcast: Broadcast | None = None
+        self._newest, self._published_at = 0, 0
+
+    def tick(self, now: int, newest: int, servers: Mapping[str, Server]) -> None:
+        self.now = now
+        if newest > self._newest:
+            self._newest, self._published_at = newest, now
+        self.membership.look({name: server.entry for name, server in servers.items()})
+        self._ask(servers)
+        if self._broadcast is None:
+            lacking = self.membership.lacking(newest, newest)
+            if lacking:
+                self._broadcast = Broadcast(newest, [servers[name] for name in lacking], now)
+        if self._broadcast is not None:
+            self._advance(self._broadcast)
+
+    def _ask(self, servers: Mapping[str, Server]) -> None:
+        self._asked |= {name: (entry, self.now) for name, entry in self.membership.to_ask().items()}
+        for name, (entry, asked_at) in list(self._asked.items()):
+            server = servers.get(name)
+            if server is None or server.entry != entry:
+                del self._asked[name]
+            elif server.is_healthy:
+                del self._asked[name]
+                version = max(server.staged, server.weight_version)
+                known = None if version == NO_VERSION else version
+                self.membership.answered(name, entry, known, known)
+            elif server.is_dead or self.now - asked_at >= TIMEOUT_TICKS:
+                del self._asked[name]
+                self._leave_out(name, entry, "no answer")
+
+    def _advance(self, broadcast: Broadcast) -> None:
+        broadcast.move()
+        done = broadcast.done()
+        failed = {server.name for server in broadcast.chain if server.is_dead}
+        failed |= set(broadcast.observe(self.now))
+        if not failed and len(done) < len(broadcast.chain) and not self._is_awaited(broadcast):
+            return
+        self._broadcast = None
+        for server in broadcast.chain:
+            if server.name in done:
+                server.staged = max(server.staged, broadcast.version)
+                self.membership.delivered(server.name, server.entry, broadcast.version, broadcast.version)
+        for name in failed - done:
+            self._leave_out(name, broadcast.entries[name], "it holds up the others")
+        self.membership.rank_slow(broadcast.entries, broadcast.watch.slowest())
+
+    def _is_awaited(self, broadcast: Broadcast) -> bool:
+        """True if other servers have waited for a newer version for the timeout."""
+        others = self.membership.ready() - broadcast.entries.keys()
+        waited = self.now - self._published_at
+        return bool(others) and self._newest > broadcast.version and waited >= TIMEOUT_TICKS
+
+    def _leave_out(self, name: str, entry: Entry, why: str) -> None:
+        self.membership.forget_weights(name, entry)
+        self.membership.leave_out(name, entry, why)

@@ -7,6 +7,7 @@ Suffixes: T tokens of a step, D model, H query heads, K key/value heads, E head 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,13 +19,11 @@ from torch import Tensor
 
 from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
-from midflight.engine.linear import Linear, make_linear
+from midflight.engine.linear import Linear
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import WeightSets, Writer, weight_sets
+from midflight.engine.weight_sets import WeightSets, Writer, copy_rows, weight_sets
 
-# Rows of the embedding and the output head that an update copies at a time.
-_VOCAB_BLOCK = 8192
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Kinds of rotary embeddings whose frequencies do not depend on the length of the sequence.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -103,33 +102,29 @@ class DecoderWeights:
     def __init__(
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
     ) -> None:
-        self.writers: dict[str, list[Writer]] = {}
-        self._matrices: list[Linear] = []
+        self.writers: dict[str, Writer] = {}
         hidden, vocab_size = shape.hidden_size, shape.model.vocab_size
 
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         def linear(num_in: int, num_out: int) -> Linear:
-            matrix = make_linear(num_in, num_out, dtype, device, kernels)
-            self._matrices.append(matrix)
-            return matrix
+            return Linear(num_in, num_out, dtype, device, kernels)
 
         self.final_norm = empty(hidden)
-        self.writers["model.norm.weight"] = [self.final_norm.copy_]
-        self.embedding, self.head = empty(vocab_size, hidden), linear(hidden, vocab_size)
-        blocks = [(start, min(start + _VOCAB_BLOCK, vocab_size)) for start in range(0, vocab_size, _VOCAB_BLOCK)]
-        write_embedding = [_write_block(self.embedding[start:stop].copy_, start, stop) for start, stop in blocks]
-        write_head = [_write_block(self.head.writer(start, stop), start, stop) for start, stop in blocks]
+        self.writers["model.norm.weight"] = copy_rows(self.final_norm)
+        self.head = linear(hidden, vocab_size)
+        self.embed: Callable[[Tensor], Tensor] = self.head.rows  # [T] -> [T, D]
         if shape.tied_embeddings:
-            self.writers["model.embed_tokens.weight"] = write_embedding + write_head
+            self.writers["model.embed_tokens.weight"] = self.head.writer(0)
         else:
-            self.writers |= {"model.embed_tokens.weight": write_embedding, "lm_head.weight": write_head}
+            embedding = empty(vocab_size, hidden)
+            self.embed = functools.partial(F.embedding, weight=embedding)
+            self.writers |= {
+                "model.embed_tokens.weight": copy_rows(embedding),
+                "lm_head.weight": self.head.writer(0),
+            }
         self.layers = [self._layer(f"model.layers.{i}.", shape, empty, linear) for i in range(shape.model.num_layers)]
-
-    def begin(self) -> None:
-        for matrix in self._matrices:
-            matrix.begin()
 
     def _layer(
         self, prefix: str, shape: DecoderShape, empty: Callable[..., Tensor], linear: Callable[[int, int], Linear]
@@ -165,20 +160,15 @@ class DecoderWeights:
             vectors["self_attn.o_proj.bias"] = layer.out_bias
         if layer.head_norms:
             vectors["self_attn.q_norm.weight"], vectors["self_attn.k_norm.weight"] = layer.head_norms
-        self.writers |= {f"{prefix}{name}": [vector.copy_] for name, vector in vectors.items()}
-        self.writers |= {f"{prefix}{name}.weight": [writer] for name, writer in matrices.items()}
+        self.writers |= {f"{prefix}{name}": copy_rows(vector) for name, vector in vectors.items()}
+        self.writers |= {f"{prefix}{name}.weight": writer for name, writer in matrices.items()}
         return layer
-
-
-def _write_block(write: Writer, start: int, stop: int) -> Writer:
-    """Return a writer that takes a whole tensor and passes rows `start` to `stop` on to `write`."""
-    return lambda weight: write(weight[start:stop])
 
 
 def _split(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Writer]:
     """Return one writer for each projection in a fused matrix; `sizes` gives their output features, in order."""
     stops = list(itertools.accumulate(sizes.values()))
-    return {name: linear.writer(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
+    return {name: linear.writer(stop - size) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
 class Decoder:
@@ -209,7 +199,7 @@ class Decoder:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         kernels, weights, eps = self.kernels, self.weights.active, self._decoder_shape.norm_eps
         scale = self.shape.head_dim**-0.5
-        x = F.embedding(batch.token_ids, weights.embedding)
+        x = weights.embed(batch.token_ids)
         for layer, kv in zip(weights.layers, cache.layers, strict=True):
             qkv = layer.qkv(kernels.rms_norm(x, layer.input_norm, eps), layer.qkv_bias)
             query = kernels.rope_and_store(qkv, self._rope, layer.head_norms, eps, batch, kv)

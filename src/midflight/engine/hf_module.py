@@ -7,7 +7,6 @@ can load.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
-from midflight.engine.weight_sets import WeightSets, Writer, weight_sets
+from midflight.engine.weight_sets import WeightSets, Writer, copy_rows, weight_sets
 from midflight.errors import ModelError
 
 PAGED_ATTENTION = "midflight_paged"
@@ -91,17 +90,13 @@ class ModuleWeights:
                     # Stored as [in, out] behind a transposed view; linear.py says why.
                     layer.weight.data = layer.weight.data.t().contiguous().t()
                     matrices[id(layer.weight)] = layer.weight
-        self.writers: dict[str, list[Writer]] = {
-            name: [
-                functools.partial(kernels.linear_layout, out=parameter.data.t())
-                if id(parameter) in matrices
-                else parameter.data.copy_
-            ]
+        self.writers: dict[str, Writer] = {
+            name: self._transposed(parameter.data) if id(parameter) in matrices else copy_rows(parameter.data)
             for name, parameter in self.module.named_parameters()
         }
 
-    def begin(self) -> None:
-        pass
+    def _transposed(self, weight: Tensor) -> Writer:
+        return lambda block, start: self._kernels.linear_layout(block, weight[start : start + len(block)].t())
 
     def another(self) -> ModuleWeights:
         """Allocate a second set.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -26,9 +26,10 @@ from torch import Tensor
 from midflight.errors import NonFiniteWeightsError, WeightUpdateError
 from midflight.protocols import IncomingWeights
 
-Writer = Callable[[Tensor], object]
-# Number of elements that are checked at a time.
-_CHECKED_ELEMENTS = 1 << 22
+# Copies a block of rows of a tensor; the number is that of the first row.
+Writer = Callable[[Tensor, int], object]
+# Size of a block (elements): it stays in the CPU's cache between its check and its copy.
+_BLOCK_ELEMENTS = 1 << 18
 # Longest wait of a step for weights in use by `stage`, so that its thread can serve other calls (seconds).
 _PAUSE_S = 0.05
 
@@ -37,12 +38,8 @@ class WeightSet(Protocol):
     """One set of weights in the layout of the engine, with functions that fill it."""
 
     @property
-    def writers(self) -> Mapping[str, Sequence[Writer]]:
-        """Functions that copy a tensor into the set, one part each, by Hugging Face parameter name."""
-        ...
-
-    def begin(self) -> None:
-        """Prepare to be filled. A fill that stopped halfway leaves nothing behind."""
+    def writers(self) -> Mapping[str, Writer]:
+        """Functions that copy a tensor into the set block by block, by Hugging Face parameter name."""
         ...
 
 
@@ -85,7 +82,6 @@ class WeightSets(ABC, Generic[Weights]):
             raise WeightUpdateError(
                 f"weight names do not match: missing {missing or 'none'}, unknown {unknown or 'none'}"
             )
-        first.begin()
         for name, tensor in weights.items():
             _write(first, name, tensor)
 
@@ -142,7 +138,6 @@ class WeightSets(ABC, Generic[Weights]):
     def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
     def _fill(self, target: Weights, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        target.begin()
         with self._on_stream():
             iterator = iter(tensors)
             try:
@@ -301,19 +296,31 @@ def weight_sets(
     return OneWeightSet(first, weights, device) if num_sets == 1 else TwoWeightSets(first, weights, device, make)
 
 
+def copy_rows(target: Tensor) -> Writer:
+    """Return a writer that copies blocks into a tensor of the same shape."""
+    return lambda block, start: (
+        target.narrow(0, start, len(block)).copy_(block) if target.dim() else target.copy_(block)
+    )
+
+
 @torch.inference_mode()
 def _write(target: WeightSet, name: str, tensor: Tensor) -> None:
     """Check a tensor and copy it. Raises: NonFiniteWeightsError."""
-    for part in _parts(tensor):
+    write = target.writers[name]
+    for start, block in _blocks(tensor):
         # The minimum and maximum propagate NaN, at a tenth of the cost of `isfinite`.
-        if part.numel() and not all(map(math.isfinite, part.aminmax())):
+        if not all(map(math.isfinite, block.aminmax())):
             raise NonFiniteWeightsError(f"{name} has NaN or infinite values")
-    for write in target.writers[name]:
-        write(tensor)
+        write(block, start)
 
 
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Split the tensor into blocks of rows, about _CHECKED_ELEMENTS elements each."""
-    if not tensor.dim() or not tensor.numel():
-        return [tensor]
-    return torch.split(tensor, max(1, _CHECKED_ELEMENTS // tensor[0].numel()))
+def _blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Split the tensor into blocks of rows, about _BLOCK_ELEMENTS elements each, with the number of the first row."""
+    if not tensor.numel():
+        return
+    if not tensor.dim():
+        yield 0, tensor
+        return
+    num_rows = max(1, _BLOCK_ELEMENTS // tensor[0].numel())
+    for start in range(0, len(tensor), num_rows):
+        yield start, tensor[start : start + num_rows]

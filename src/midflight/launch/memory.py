@@ -14,9 +14,7 @@ import torch
 
 from midflight.config.sections import DeepSpeedTrainerConfig, EngineOptions, FsdpTrainerConfig, TrainerConfig
 from midflight.engine.cache import PAGE_SIZE, page_bytes
-from midflight.engine.decoder import DecoderShape
 from midflight.engine.hf_module import module_shape
-from midflight.engine.linear import is_packed
 from midflight.engine.loading import natural_dtype
 from midflight.models.activation_checkpointing import decoder_layers
 from midflight.models.linear_scores import logits_bytes
@@ -161,12 +159,10 @@ def layer_bytes(sizes: ModelSizes, itemsize: int) -> int:
     return states + attention + 4 * itemsize * sizes.feed_forward + norms
 
 
-def engine_memory(
-    sizes: ModelSizes, engine: EngineOptions, published: str, num_seqs: int, max_length: int, num_sets: int = 2
-) -> Parts:
+def engine_memory(sizes: ModelSizes, engine: EngineOptions, published: str, num_seqs: int, max_length: int) -> Parts:
     """Memory of an engine with `num_seqs` sequences in flight.
 
-        weights    the parameters, in `num_sets` sets: one serves while the other one receives an update
+        weights    the parameters, once or in two sets: one serves while the other one receives an update
         KV cache   pages of 2 * layers * key/value width for every sequence at `max_length`, or engine.kv_cache_mib
         logits     of one decode step: as computed, in float32, and three float32 tensors for sampling
 
@@ -180,23 +176,10 @@ def engine_memory(
     cache = num_pages * page_bytes(sizes.num_layers, sizes.num_kv_heads, sizes.key // sizes.num_kv_heads, dtype)
     limit = cache if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     return {
-        "weights": num_sets * dtype.itemsize * _engine_elements(sizes, dtype, device),
+        "weights": engine.weight_sets * dtype.itemsize * sizes.num_parameters,
         "KV cache": min(cache, limit),
         "logits": num_seqs * sizes.vocab_size * (dtype.itemsize + 4 * _FLOAT32),
     }
-
-
-def _engine_elements(sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> int:
-    """Elements of one set of weights; the fused decoder stores a tied head apart, and packs some matrices."""
-    shape = DecoderShape.from_hf_config(sizes.config)
-    if shape is None:
-        return sizes.num_parameters
-    hidden, feed_forward = sizes.hidden, sizes.feed_forward
-    layer = [(hidden, sizes.query + 2 * sizes.key), (sizes.query, hidden), (hidden, 2 * feed_forward)]
-    matrices = sizes.num_layers * [*layer, (feed_forward, hidden)] + [(hidden, sizes.vocab_size)]
-    packed = sum(num_in * num_out for num_in, num_out in matrices if is_packed(num_in, num_out, dtype, device))
-    tied = sizes.vocab_size * hidden if shape.tied_embeddings else 0
-    return sizes.num_parameters + tied + packed
 
 
 def reference_memory(sizes: ModelSizes) -> Parts:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.engine.weight_sets import OneWeightSet, TwoWeightSets, WeightSets, Writer
+from midflight.engine.weight_sets import OneWeightSet, TwoWeightSets, WeightSets, Writer, copy_rows
 from midflight.errors import NonFiniteWeightsError, WeightsReplacedError, WeightUpdateError
 from midflight.protocols import IncomingWeights
 
@@ -21,10 +21,7 @@ class TwoTensors:
 
     def __init__(self) -> None:
         self.a, self.b = torch.zeros(3), torch.zeros(2, 2)
-        self.writers: dict[str, list[Writer]] = {"a": [self.a.copy_], "b": [self.b.copy_]}
-
-    def begin(self) -> None:
-        pass
+        self.writers: dict[str, Writer] = {"a": copy_rows(self.a), "b": copy_rows(self.b)}
 
     def value(self) -> float:
         """Return the number in both tensors."""

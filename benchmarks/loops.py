@@ -92,7 +92,14 @@ class PullsAtOnce(DelegatingGenerator):
 
 
 class _SameThreadWeights(InProcessWeights):
-    """Weights that nobody sends during a wait: the trainer runs in the thread that waits."""
+    """Weights that nobody sends during a wait: the trainer runs in the thread that waits.
+
+    A version without changes counts as new tensors. Otherwise the engine would keep its prefixes, and log-probabilities
+    would be rounded differently from those of a run that publishes every step.
+    """
+
+    def relabel(self, version: int) -> None:
+        self.send(version, self.sent[max(self.sent)].items())
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         return super().wait(newer_than, timeout_s=0)

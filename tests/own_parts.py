@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from midflight.launch.engines import embedded_engine
-from midflight.protocols import Generator
+from midflight.protocols import LocalEngine
 from midflight.streams.sqlite import SqliteStream
 from midflight.types import BatchChoice, FleetView, Float64Array, ReadyGroup
 from midflight.weights.files import FileReceiver, FileSender
@@ -42,7 +42,7 @@ def centered(rewards: Float64Array, scale: float = 1.0) -> Float64Array:
     return scale * (rewards - np.median(rewards))
 
 
-def logging_engine(log: str, model_path: Path, max_num_seqs: int, **settings: Any) -> Generator:
+def logging_engine(log: str, model_path: Path, max_num_seqs: int, **settings: Any) -> LocalEngine:
     """Make the embedded engine, and append a line to a file."""
     settings.pop("threads")
     with Path(log).open("a") as file:
@@ -72,8 +72,19 @@ class OwnDirectory:
     def sender(self) -> FileSender:
         return FileSender(self.directory)
 
+    def versions(self) -> FileReceiver:
+        return FileReceiver(self.directory)
+
     def receiver(self) -> FileReceiver:
         return FileReceiver(self.directory)
+
+
+class ToServers(OwnDirectory):
+    """Weight transport that knows the servers of the run when it is made."""
+
+    def __init__(self, run_directory: Path, engines: Callable[[], Mapping[str, Any]], lineage: str) -> None:
+        super().__init__(run_directory, "weights")
+        self.urls, self.lineage = {name: entry.url for name, entry in engines().items()}, lineage
 
 
 class TextSink:

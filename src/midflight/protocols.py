@@ -41,31 +41,25 @@ class Schedule(Protocol):
     @property
     def colocated(self) -> bool:
         """True if generation and training take turns on one pool of compute, False if both always run."""
-        ...
 
     @property
     def max_in_flight(self) -> int:
         """Largest number of rollouts that this schedule ever wants in flight on one engine."""
-        ...
 
     def num_to_admit(self, fleet: FleetView) -> int:
         """Number of rollouts to start now."""
-        ...
 
     def should_abort(self, fleet: FleetView) -> bool:
         """Return True to interrupt all rollouts in flight; the partial rollouts are kept and resumed later."""
-        ...
 
     def choose_batch(self, fleet: FleetView, ready: Sequence[ReadyGroup]) -> BatchChoice | None:
         """Return the groups of the next optimizer step and any groups to drop, or None if it is too early.
 
         `ready` lists the earliest finished group first.
         """
-        ...
 
     def should_update_weights(self, fleet: FleetView) -> bool:
         """Return True if the engines should adopt the newest weights before the next token."""
-        ...
 
 
 class Problems(Protocol):
@@ -76,11 +70,9 @@ class Problems(Protocol):
 
     def problem(self, index: int) -> Problem:
         """Return the `index`-th training problem, a pure function of the environment's options and `index`."""
-        ...
 
     def held_out_problems(self, num_problems: int) -> list[Problem]:
         """Return problems that `problem()` never returns, the same ones every time."""
-        ...
 
 
 class GradedTask(Problems, Protocol):
@@ -88,7 +80,6 @@ class GradedTask(Problems, Protocol):
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """Return the reward of a response. If this raises, the rollout fails."""
-        ...
 
 
 @runtime_checkable
@@ -104,7 +95,6 @@ class Environment(Problems, Protocol):
 
     def reset(self, problem: Problem) -> Text:
         """Begin an episode and return its prompt. The rollout process calls this, too, to get the prompt."""
-        ...
 
     def step(self, response: str) -> Text | Grade:
         """Take the response of this turn; return the text of the next turn, or the grade that ends the episode.
@@ -112,7 +102,6 @@ class Environment(Problems, Protocol):
         If this raises, the rollout fails. If this returns text and the rollout has no room for another turn, the
         rollout ends with reward 0.
         """
-        ...
 
 
 class Grader(Protocol):
@@ -121,19 +110,15 @@ class Grader(Protocol):
     @property
     def num_pending(self) -> int:
         """Number of submitted responses whose answers have not been returned yet."""
-        ...
 
     def submit(self, rollout_id: RolloutId, problem: Problem, responses: Sequence[str]) -> None:
         """Submit the last of the responses; the earlier ones come with it. Never waits for an environment."""
-        ...
 
     def submit_group(self, rollout_ids: Sequence[RolloutId], problem: Problem, responses: Sequence[str]) -> None:
         """Submit one response of each rollout, to be graded together; one call of `results` returns all answers."""
-        ...
 
     def results(self, timeout_s: float = 0.0) -> list[GradedResponse]:
         """Return the answers since the last call, in any order; wait up to `timeout_s` for the first one."""
-        ...
 
 
 class Reference(Protocol):
@@ -141,7 +126,6 @@ class Reference(Protocol):
 
     def logprobs(self, microbatch: Microbatch) -> Float32Array:
         """Log-probability of every token that carries loss, under the sampling temperature; 0 elsewhere, `[T]`."""
-        ...
 
 
 class StopRule(Protocol):
@@ -149,11 +133,9 @@ class StopRule(Protocol):
 
     def may_end(self, token_id: int) -> bool:
         """Return False if this token never completes a stop string. Must be cheap: asked for every sampled token."""
-        ...
 
     def ends(self, token_ids: Int32Array) -> bool:
         """Return True if the last of these tokens of a response completes a stop string."""
-        ...
 
 
 class Generator(Protocol):
@@ -168,31 +150,26 @@ class Generator(Protocol):
 
         A field: reading it makes no request.
         """
-        ...
 
     @property
     def num_in_flight(self) -> int:
         """Number of requests added and not yet completed."""
-        ...
 
     @property
     def num_engines(self) -> int:
         """Number of engines that share the requests; at least 1."""
-        ...
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to the running batch; requests with the same prompt share one prefill.
 
         Raises: RequestError naming the numbers, if a request does not fit; then no request is added.
         """
-        ...
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
         """Tokens that a request in flight has generated so far, from its `start`-th token on; for streaming.
 
         Raises: KeyError if no such request is in flight.
         """
-        ...
 
     def step(self) -> list[Completion]:
         """Adopt new weights if they are due, then sample one token for every running request.
@@ -202,18 +179,15 @@ class Generator(Protocol):
         Raises: WeightUpdateError if new weights cannot be used, NonFiniteWeightsError if they have NaN or infinite
         values. No token is sampled then, and the old weights keep serving from the next step on.
         """
-        ...
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         """Stop these requests and return their tokens so far, from which they can be resumed."""
-        ...
 
     def adopt(self, version: int) -> None:
         """Sample with this version, or a newer one, as soon as its tensors are here. Aborts no request.
 
         Returns at once; `weight_version` tells when the version is in use. No effect if the version is not newer.
         """
-        ...
 
 
 class LocalEngine(Generator, Protocol):
@@ -233,7 +207,6 @@ class LocalEngine(Generator, Protocol):
         Raises: WeightUpdateError if a name, shape or dtype does not fit, or a value is not finite; an error of
         `incoming.tensors`. The old weights keep serving.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +229,6 @@ class WeightSender(Protocol):
     @property
     def sent_bytes(self) -> int:
         """Bytes of tensors that have left the trainer so far."""
-        ...
 
     def announce(self, specs: Sequence[TensorSpec]) -> None: ...
 
@@ -266,15 +238,12 @@ class WeightSender(Protocol):
         Takes one tensor at a time, so that a sharded trainer need not gather the full state at once. Takes every
         tensor even if no engine wants it, because gathering is a collective operation.
         """
-        ...
 
     def relabel(self, version: int) -> None:
         """Publish this version with the weights that were sent last: its optimizer step changed nothing."""
-        ...
 
     def wants_weights(self) -> bool:
         """Return True if an engine lacks the newest version and the sender kept no copy: `send` it once more."""
-        ...
 
     def close(self) -> None: ...
 
@@ -284,11 +253,9 @@ class PublishedVersions(Protocol):
 
     def newest_version(self) -> int | None:
         """The newest published version, or None before the first. Must be cheap: read at every token."""
-        ...
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         """Wait for a version above `newer_than`; return True if there is one."""
-        ...
 
     def close(self) -> None: ...
 
@@ -298,7 +265,6 @@ class WeightReceiver(PublishedVersions, Protocol):
 
     def receive(self) -> IncomingWeights:
         """Return the newest weights. Raises: WeightUpdateError if there are none or they cannot be read."""
-        ...
 
 
 class WeightTransport(Protocol):
@@ -306,20 +272,18 @@ class WeightTransport(Protocol):
 
     Constructor: `weights.options` as keyword arguments, and any of these that it has parameters for:
     `run_directory`, `shared` (a path in the shared memory of this machine), `spare` (a path on disk for data that does
-    not fit there), `engines` (returns the URLs of the run's servers by name), `lineage` (text that is new at every
-    start of the run; weights of another lineage are not comparable) and `note` (a function that shows the user one
-    line).
+    not fit there), `engines` (returns the registered servers of the run by name, each with its `url`), `lineage` (text
+    that is new at every start of the run; weights of another lineage are not comparable), `device` (of the trainer)
+    and `note` (a function that shows the user one line).
     """
 
     def sender(self) -> WeightSender: ...
 
     def versions(self) -> PublishedVersions:
         """Return the end of the rollout process."""
-        ...
 
     def receiver(self) -> WeightReceiver | None:
         """Return an engine's end; None if the trainer sends weights to servers over their HTTP routes instead."""
-        ...
 
 
 class MetricsSink(Protocol):
@@ -331,7 +295,6 @@ class MetricsSink(Protocol):
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write the metrics of one optimizer step by name: numbers, and lists of numbers."""
-        ...
 
     def close(self) -> None: ...
 
@@ -352,34 +315,27 @@ class Stream(Protocol[Record]):
     @property
     def capacity(self) -> int:
         """Largest number of records that the reader may be behind."""
-        ...
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
         """Append a record and return its offset. If the stream stays full for `timeout_s`, return None instead."""
-        ...
 
     def append_many(self, records: Sequence[Record], timeout_s: float | None = None) -> list[int]:
         """Append records in order, waiting up to `timeout_s` for room; return the offsets of the appended ones.
 
         The appended records are always a prefix of `records`, also if the writer is killed during the call.
         """
-        ...
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         """Return records from `from_offset` on; wait up to `timeout_s` for the first one, then return []."""
-        ...
 
     def trim(self, before_offset: int) -> None:
         """Delete the records before `before_offset`."""
-        ...
 
     def skip_to(self, offset: int) -> None:
         """Delete every record; the next one gets `offset`. Used after a loss of records that were already consumed."""
-        ...
 
     def next_offset(self) -> int:
         """Offset of the next appended record."""
-        ...
 
     def close(self) -> None: ...
 
@@ -415,11 +371,9 @@ class TrainerBackend(Protocol):
 
     def remember_proximal(self) -> None:
         """Make the current weights the proximal policy; `save` and `load` keep it."""
-        ...
 
     def forward_proximal(self, microbatch: Microbatch) -> PolicyOutputs:
         """Run `forward` with the proximal policy, without gradients."""
-        ...
 
     def backward(self, loss: Tensor) -> None: ...
 
@@ -427,7 +381,6 @@ class TrainerBackend(Protocol):
 
     def publish_weights(self, version: int, changed: bool = True) -> None:
         """Send the weights as `version`; if they have not `changed` since the last call, send only the number."""
-        ...
 
     def save(self, directory: Path) -> None: ...
 

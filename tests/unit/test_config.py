@@ -314,6 +314,8 @@ def test_overrides_apply_to_the_chosen_type_in_any_order(typed_file: Path) -> No
         (["trainer.backend=fsdp"], "trainer.backend is now trainer.type"),
         (["schedule.max_waiting=256"], "schedule.max_waiting is now schedule.queue_capacity"),
         (["loss.type=custom", "loss.function=mine:loss"], "loss.function is now loss.type"),
+        (["engine.type=http", "engine.update_timeout_s=9"], "engine.update_timeout_s is now weights.timeout_s"),
+        (["engine.max_update_pause_s=1"], "engine.max_update_pause_s is now not needed: .+; remove the key"),
     ],
 )
 def test_renamed_key_is_refused_with_its_new_name(recipe_file: Path, overrides: list[str], message: str) -> None:

@@ -11,7 +11,12 @@ from typing import Any, cast
 
 from midflight.config import Recipe, Scenario
 from midflight.config.scenario import ScenarioBatchConfig
-from midflight.config.sections import FileWeightsConfig, HttpEngineConfig, TrainerConfig
+from midflight.config.sections import (
+    HttpEngineConfig,
+    ProcessGroupWeightsConfig,
+    SharedMemoryWeightsConfig,
+    TrainerConfig,
+)
 from midflight.launch.build import check_structure, lora_settings, recipe_schedule
 from midflight.launch.checks import missing_for_checks
 from midflight.launch.memory import (
@@ -26,6 +31,7 @@ from midflight.launch.memory import (
 from midflight.launch.objectives import build_objective
 from midflight.launch.planning import estimate_scenario
 from midflight.launch.simulation import simulate_scenario
+from midflight.launch.weights import transport_options
 from midflight.metrics.jsonl import finite
 
 # Figures of a simulated run that a real run logs, too, under the same names.
@@ -105,9 +111,11 @@ def _memory(recipe: Recipe, sizes: ModelSizes) -> dict[str, Any]:
             engine_memory(sizes, engine, trainer.dtype, num_seqs, recipe.max_length),
         )
     )
-    rows.append(("weights received by rollout", "cpu", {"weights": published_memory(sizes, trainer)}))
-    if not isinstance(recipe.weights, FileWeightsConfig):
+    if isinstance(recipe.weights, SharedMemoryWeightsConfig):
         rows.append(("shared memory", "cpu", {"weights": slots_memory(sizes, trainer)}))
+    elif isinstance(recipe.weights, ProcessGroupWeightsConfig) and (sent := transport_options(recipe))["snapshot"]:
+        device = _device(trainer.device, 0) if sent["backend"] == "nccl" else "cpu"
+        rows.append(("weights being sent", device, {"weights": published_memory(sizes, trainer)}))
     if recipe.loss.kl_coefficient is not None and not recipe.reference.url:
         rows.append(("reference model", _device(engine.device, 0), reference_memory(sizes)))
     totals: Counter[str] = Counter()

@@ -31,13 +31,13 @@ def build_transport(
     `lineage`: text that is new at every start of the run.
     Raises: RecipeError if the user's own transport cannot be used.
     """
-    return TRANSPORTS.make(recipe.weights.type, _offered(recipe, run, shared, lineage, note), _options(recipe))
+    return TRANSPORTS.make(recipe.weights.type, _offered(recipe, run, shared, lineage, note), transport_options(recipe))
 
 
 def check_weights(recipe: Recipe) -> None:
     """Check the recipe's transport. Raises: RecipeError if the user's own transport cannot be used."""
     offered = _offered(recipe, RunDirectory(Path()), Path(), "", str)
-    TRANSPORTS.bind(recipe.weights.type, offered, _options(recipe))
+    TRANSPORTS.bind(recipe.weights.type, offered, transport_options(recipe))
 
 
 def _offered(
@@ -59,7 +59,7 @@ def _offered(
     }
 
 
-def _options(recipe: Recipe) -> dict[str, Any]:
+def transport_options(recipe: Recipe) -> dict[str, Any]:
     """Options of the transport, with the choices that the recipe leaves to its other sections."""
     weights, options = recipe.weights, options_of(recipe.weights)
     if isinstance(weights, ProcessGroupWeightsConfig):

@@ -26,21 +26,25 @@ from midflight.launch.streams import open_batches, open_groups
 from midflight.launch.weights import build_transport
 from midflight.metrics.jsonl import read_metrics
 from midflight.models.loading import load_config, load_model, weights_of
-from midflight.protocols import Generator, Schedule, Stream
+from midflight.protocols import LocalEngine, Schedule, Stream
 from midflight.report.simulation_table import simulation_json
 from midflight.run.directory import create_run
 from midflight.schedules.pipeline import PipelineSchedule
 from midflight.testing.fakes import CountingEnvironment
 from midflight.types import GenerationRequest, RolloutId, SamplingParams, TensorSpec
+from narrowing import present
 
 ROOT = Path(__file__).parents[3]
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
 JOINTS = {
     "schedule.type": ("Schedule", "num_to_admit, should_abort, choose_batch, should_update_weights"),
     "task.type": ("Environment", "problem, held_out_problems, grade"),
-    "engine.type": ("Generator", "weight_version, num_in_flight, num_engines, update_pending, add"),
+    "engine.type": (
+        "LocalEngine",
+        "weight_version, num_in_flight, num_engines, add, generated, step, abort, adopt, stage",
+    ),
     "streams.type": ("Stream", "append, append_many, read, trim, skip_to, next_offset, close"),
-    "weights.type": ("WeightTransport", "sender, receiver"),
+    "weights.type": ("WeightTransport", "sender, versions, receiver"),
     "metrics.sinks": ("MetricsSink", "write, close"),
 }
 
@@ -112,7 +116,7 @@ def test_members_of_a_protocol_include_attributes_and_inherited_members() -> Non
         def run(self) -> None: ...
 
     assert members_of(Derived) == ["name", "size", "run"]
-    assert "update_pending" in members_of(Generator)
+    assert {"weight_version", "adopt", "stage"} <= set(members_of(LocalEngine))
     assert "next_offset" in members_of(Stream)
 
 
@@ -184,13 +188,73 @@ def test_own_streams_get_the_arguments_they_name(tmp_path: Path) -> None:
 
 def test_own_transport_carries_weights(tmp_path: Path) -> None:
     run = run_of(tmp_path, "weights.type=own_parts:OwnDirectory", "weights.options.name=mine")
-    transport = build_transport(load_recipe(run.config), run, tmp_path / "shared", print)
-    with closing(transport.sender()) as sender:
+    transport = build_transport(load_recipe(run.config), run, tmp_path / "shared", "first start", print)
+    receiver = present(transport.receiver())
+    with closing(transport.sender()) as sender, closing(transport.versions()) as versions:
         sender.announce([TensorSpec("head", (2,), "float32")])
         sender.send(4, [("head", torch.tensor([1.0, 2.0]))])
-        version, weights = transport.receiver().receive()
-    assert (version, weights["head"].tolist()) == (4, [1, 2])
+        sender.relabel(5)
+        assert versions.newest_version() == 5
+        incoming = receiver.receive()
+        ((name, tensor),) = incoming.tensors
+    assert (incoming.version, incoming.content, name, tensor.tolist()) == (5, 4, "head", [1, 2])
     assert (run.path / "mine").is_dir()
+
+
+def test_a_transport_gets_the_servers_of_the_run(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "weights.type=own_parts:ToServers", "engine.type=http")
+    run.engines.mkdir()
+    (run.engines / "one.json").write_text('{"url": "http://10.0.0.1:8000/"}')
+    (run.engines / "broken.json").write_text("{")
+    transport = build_transport(load_recipe(run.config), run, tmp_path / "shared", "first start", print)
+    assert (vars(transport)["urls"], vars(transport)["lineage"]) == ({"one": "http://10.0.0.1:8000"}, "first start")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weights.type=shared_memory", "engine.type=http"], "weights.type = 'process_group' or 'files' would work"),
+        (["weights.type=process_group"], "weights.type = 'shared_memory' would work"),
+        (
+            ["engine.type=http", "weights.backend=nccl", "engine.device=cuda"],
+            "weights.backend = 'nccl' connects CUDA devices only, but trainer.device = 'cpu'; weights.backend = 'gloo'"
+            " would work",
+        ),
+    ],
+)
+def test_transports_that_cannot_reach_the_engines_are_refused(overrides: list[str], message: str) -> None:
+    assert refusal(*overrides).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend", "snapshot"),
+    [
+        ([], "gloo", True),
+        (["trainer.type=fsdp"], "gloo", False),
+        (["trainer.device=cuda", "engine.device=cuda:1"], "nccl", True),
+        (
+            ["trainer.device=cuda", "engine.device=cuda", "weights.backend=gloo", "weights.snapshot=false"],
+            "gloo",
+            False,
+        ),
+    ],
+)
+def test_process_group_options_follow_the_recipe(
+    overrides: list[str], backend: str, snapshot: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without `weights.type`, servers get their weights through a process group."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr(Joint, "make", lambda joint, name, offered, options: given.update(options, type=name))
+    recipe = load_recipe(RECIPE, ["engine.type=http", "weights.timeout_s=5", *overrides])
+    build_transport(recipe, RunDirectory(tmp_path), tmp_path, "first start", print)
+    assert given == {
+        "type": "process_group",
+        "backend": backend,
+        "snapshot": snapshot,
+        "address": None,
+        "bucket_mib": 32,
+        "timeout_s": 5.0,
+    }
 
 
 def test_failing_sink_does_not_affect_the_others(tmp_path: Path) -> None:

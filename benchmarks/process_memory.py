@@ -1,4 +1,4 @@
-"""Peak resident memory of the processes of a run, by role, read from /proc while the run goes on."""
+"""Peak resident memory of the processes of a run, and growth of this process's memory, read from /proc."""
 
 from __future__ import annotations
 
@@ -45,3 +45,24 @@ class PeakMemory:
         for line in status.splitlines():
             if line.startswith("VmHWM:"):
                 self.peak_mib[role] = max(self.peak_mib.get(role, 0.0), int(line.split()[1]) / 1024)
+
+
+class MemoryGrowth:
+    """Context that measures this process; `num_bytes` is its peak inside, less its memory at the start (resident)."""
+
+    num_bytes = 0
+
+    def __enter__(self) -> MemoryGrowth:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the present memory
+        self._start_kib = _resident_kib("VmRSS")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.num_bytes = (_resident_kib("VmHWM") - self._start_kib) * 1024
+
+
+def _resident_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])

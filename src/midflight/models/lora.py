@@ -134,8 +134,9 @@ def merged_weights(model: nn.Module, gather: Callable[[Iterable[Named]], Iterabl
 
 
 def _merged(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    change: Tensor = b @ a * layer.scaling["default"]
-    return base.to(change.dtype) + (change.t() if layer.fan_in_fan_out else change)
+    change: Tensor = (b @ a).mul_(layer.scaling["default"])
+    # In place, so that there is one float32 matrix instead of four.
+    return (change.t().contiguous() if layer.fan_in_fan_out else change).add_(base)
 
 
 def _targets(model: Any, settings: LoraSettings) -> dict[str, nn.Module]:

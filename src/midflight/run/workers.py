@@ -75,7 +75,7 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
         tracer = stack.enter_context(_tracer(run, trainer_role(rank)))
         device = trainer_device(recipe, rank)
         step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), group, device)
-        loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics, lambda: sender.sent_bytes)
+        loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics, sender)
         start_together(context)
         loop.run(context.should_stop)
 

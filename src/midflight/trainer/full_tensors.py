@@ -1,8 +1,8 @@
-"""Full tensors from their shards, one bucket at a time.
+"""Full tensors on rank 0 from the shards of all ranks, one bucket at a time.
 
 FSDP2 splits every parameter along its first dimension like `torch.chunk`: all ranks have the same number of rows,
-except the last ranks, which may have fewer rows or none. Each rank pads its rows to that number and sends all
-parameters of a bucket in one message of bytes.
+except the last ranks, which may have fewer rows or none. Each rank casts its rows and sends them to rank 0, which
+receives them at their place in the full tensor. Nothing is packed or padded, so no other buffer is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-_ALIGNMENT_BYTES = 8  # size of the largest dtype
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -39,32 +38,41 @@ def local_rows(tensor: Tensor) -> slice | None:
     """Range of this rank's rows, possibly empty; None if the tensor is not sharded."""
     if not is_sharded(tensor):
         return None
-    mesh, num_rows = tensor.device_mesh, len(tensor)
-    size = _rows_per_rank(num_rows, mesh.size())
-    start = min(mesh.get_local_rank() * size, num_rows)
+    mesh = tensor.device_mesh
+    return _rows_of(mesh.get_local_rank(), len(tensor), mesh.size())
+
+
+def full_tensors(
+    tensors: Iterable[Named], dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Iterator[Named]:
+    """Yield all full tensors in order on rank 0, and only unsharded tensors on other ranks; a collective.
+
+    All ranks must iterate to the end. At most one bucket, or one larger tensor, is in memory at a time, besides the
+    tensors that the caller keeps.
+
+    `dtype`: dtype of the full tensors, to which shards are cast before they are sent; None: their own.
+    """
+
+    def num_bytes(tensor: Tensor) -> int:
+        return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+    for bucket in in_buckets(tensors, bucket_bytes, num_bytes):
+        if not is_sharded(bucket[0][1]):
+            yield from ((name, tensor.detach().to(dtype or tensor.dtype)) for name, tensor in bucket)
+        elif dist.get_rank() == 0:
+            yield from _receive(bucket, dtype)
+        else:
+            _send(bucket, dtype)
+
+
+def _rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:
+    size = -(-num_rows // num_ranks)
+    start = min(rank * size, num_rows)
     return slice(start, min(start + size, num_rows))
 
 
-def full_tensors(tensors: Iterable[Named], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Named]:
-    """Yield all full tensors in order on rank 0, and only unsharded tensors on other ranks; a collective.
-
-    All ranks must iterate to the end. At most one bucket, or one larger tensor, is in memory at a time.
-    """
-    detached = ((name, tensor.detach()) for name, tensor in tensors)
-    for bucket in in_buckets(detached, bucket_bytes):
-        yield from _gather(bucket) if is_sharded(bucket[0][1]) else bucket
-
-
-def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
-    return -(-num_rows // num_ranks)
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
 def in_buckets(
-    tensors: Iterable[Named], bucket_bytes: int, num_bytes: Callable[[Tensor], int] = _bytes_of
+    tensors: Iterable[Named], bucket_bytes: int, num_bytes: Callable[[Tensor], int]
 ) -> Iterator[list[Named]]:
     """Split tensors in order into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
 
@@ -83,27 +91,34 @@ def in_buckets(
         yield bucket
 
 
-def _gather(bucket: Sequence[Named]) -> Iterator[Named]:
-    """Gather a bucket of sharded tensors on rank 0.
-
-    Suffixes: R ranks, N bytes of one rank's padded rows of all tensors, M bytes of one tensor.
-    """
-    num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
-    sizes = [_padded_bytes(tensor, num_ranks) for _, tensor in bucket]
-    aligned = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
-    own_N = torch.empty(sum(aligned), dtype=torch.uint8, device=local(bucket[0][1]).device)
-    for (_, tensor), part in zip(bucket, torch.split(own_N, aligned), strict=True):
-        rows = local(tensor).flatten().view(torch.uint8)
-        part[: len(rows)].copy_(rows)
-    all_RN = own_N.new_empty(num_ranks if is_first else 0, len(own_N))
-    dist.gather(own_N, list(all_RN.unbind()) if is_first else None, dst=0)
-    if not is_first:
-        return
-    for (name, tensor), size, part_RM in zip(bucket, sizes, torch.split(all_RN, aligned, dim=1), strict=True):
-        yield name, part_RM[:, :size].flatten().view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+def _send(bucket: Sequence[Named], dtype: torch.dtype | None) -> None:
+    """Send this rank's rows of a bucket of sharded tensors to rank 0."""
+    own = [local(tensor).detach().to(dtype or tensor.dtype).contiguous() for _, tensor in bucket]
+    _transfer(dist.P2POp(dist.isend, _bytes(rows), 0, tag=index) for index, rows in enumerate(own) if rows.numel())
 
 
-def _padded_bytes(tensor: Tensor, num_ranks: int) -> int:
-    """Size of one rank's rows of a tensor, with padding (bytes)."""
-    row_bytes = tensor.numel() // max(len(tensor), 1) * tensor.itemsize
-    return _rows_per_rank(len(tensor), num_ranks) * row_bytes
+def _receive(bucket: Sequence[Named], dtype: torch.dtype | None) -> list[Named]:
+    """Return the full tensors of a bucket of sharded tensors."""
+    num_ranks = dist.get_world_size()
+    full = [torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=local(tensor).device) for _, tensor in bucket]
+    _transfer(
+        dist.P2POp(dist.irecv, _bytes(rows), rank, tag=index)
+        for index, tensor in enumerate(full)
+        for rank in range(1, num_ranks)
+        if (rows := tensor[_rows_of(rank, len(tensor), num_ranks)]).numel()
+    )
+    for tensor, (_, sharded) in zip(full, bucket, strict=True):
+        tensor[local_rows(sharded)].copy_(local(sharded).detach())
+    return [(name, tensor) for tensor, (name, _) in zip(full, bucket, strict=True)]
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Contiguous rows as bytes, which every backend can send."""
+    return rows.view(-1).view(torch.uint8)
+
+
+def _transfer(operations: Iterable[dist.P2POp]) -> None:
+    """Run all operations and wait for them."""
+    if started := list(operations):
+        for work in dist.batch_isend_irecv(started):
+            work.wait()

@@ -6,7 +6,8 @@ unblocked by   the append; a stop request is seen within WAIT_SLICE_S
 makes wait     nobody: publishing weights never waits for an engine
 
 Every rank runs the loop, with the same steps in the same order, on its local batch. Only rank 0 decides on the next
-step and writes files.
+step and writes files. If an engine lacks the present weights and the sender kept no copy, all ranks publish them again,
+also while they wait for a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.concurrency.wake_up import WAIT_SLICE_S
-from midflight.protocols import MetricsSink, Stream
+from midflight.protocols import MetricsSink, Stream, WeightSender
 from midflight.tracing.spans import Tracer
 from midflight.trainer.best_checkpoint import BestCheckpoint
 from midflight.trainer.checkpoints import checkpoint_of, oldest_checkpoint_version, save_checkpoint
@@ -26,6 +27,7 @@ from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
 from midflight.trainer.step_log import StepLog
 from midflight.types import TrainingBatch
+from midflight.weights.null_sender import NullSender
 
 _READ_TIMEOUT_S = 60.0  # for a batch that rank 0 has already read
 
@@ -56,13 +58,13 @@ class TrainLoop:
         state: TrainerState,
         tracer: Tracer,
         metrics: MetricsSink | None = None,
-        sent_bytes: Callable[[], int] = lambda: 0,
+        sender: WeightSender | None = None,
     ) -> None:
-        """`state`: updated in place. `metrics`: None on all ranks except rank 0. `sent_bytes`: of the weight sender."""
+        """`state`: updated in place. `metrics`, `sender`: None on all ranks except rank 0; `sender`: the backend's."""
         self.state = state
         self._settings, self._step, self._batches, self._tracer = settings, step, batches, tracer
-        self._backend, self._group = step.backend, step.group
-        self._log = StepLog(metrics, tracer, state, sent_bytes)
+        self._backend, self._group, self._sender = step.backend, step.group, sender or NullSender()
+        self._log = StepLog(metrics, tracer, state, lambda: self._sender.sent_bytes)
         self._give_up = GiveUpPolicy(settings.max_nonfinite_steps, settings.rejected_batches)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -72,6 +74,7 @@ class TrainLoop:
         """
         started = time.monotonic() - self.state.wall_s
         while (batches := self._next(should_stop)) is not None:
+            self._publish_again()
             for batch in batches:
                 self._train_on(batch, started)
                 if self._is_checkpoint_due():
@@ -87,6 +90,15 @@ class TrainLoop:
             if num_batches < 0:
                 return None
             return self._read(timeout_s=_READ_TIMEOUT_S) if num_batches and not batches else batches
+
+    def _publish_again(self) -> None:
+        """Publish the present weights once more if the sender asks for it; rank 0 decides.
+
+        A batch that has been read is trained on next, so an engine that keeps asking does not stop the training.
+        """
+        if self._group.broadcast(self._sender.wants_weights()):
+            with self._tracer.span("publish_again"):
+                self._backend.publish_weights(self.state.version)
 
     def _read_unless_done(self, asked_to_stop: bool) -> list[TrainingBatch] | None:
         settings, state = self._settings, self.state

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from midflight.models.activation_checkpointing import check_layers, checkpoint_l
 from midflight.models.loading import Named, load_model, load_skeleton, weights_of
 from midflight.models.lora import LoraSettings, add_adapter, check_lora, has_adapter, merged_weights
 from midflight.models.policy import PackedPolicy
+from midflight.trainer.full_tensors import full_tensors
 from midflight.types import TensorSpec
 from midflight.weights.specs import specs_of
 
@@ -72,24 +74,33 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def published_weights(
-    policy: PackedPolicy, dtype: torch.dtype, gather: Callable[[Iterable[Named]], Iterable[Named]] = iter
-) -> Iterator[Named]:
+class Gather(Protocol):
+    """Turns tensors, which may be sharded, into full tensors in the same order, or into no tensors at all.
+
+    `dtype`: dtype of the full tensors; None: their own.
+    """
+
+    def __call__(self, tensors: Iterable[Named], dtype: torch.dtype | None = None) -> Iterable[Named]: ...
+
+
+def published_weights(policy: PackedPolicy, dtype: torch.dtype, gather: Gather = full_tensors) -> Iterator[Named]:
     """Yield the weights of the policy in a dtype, by the engines' names, always in the same order.
 
-    `gather`: turns parameters, which may be sharded, into full tensors in the same order, or into no tensors at all.
+    Weights are cast before they are gathered. With an adapter they are cast after the merge, which is in float32;
+    the base weights, almost all bytes, are stored in the dtype of the forward pass.
     """
     if has_adapter(policy.model):
         for name, tensor in merged_weights(policy.model, gather):
             yield name, tensor.to(dtype)
     else:
-        yield from gather((name, tensor.to(dtype)) for name, tensor in weights_of(policy.model).items())
+        yield from gather(weights_of(policy.model).items(), dtype)
 
 
 def published_specs(policy: PackedPolicy, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     """Specs of `published_weights`."""
 
-    def shapes(tensors: Iterable[Named]) -> Iterator[Named]:
-        return ((name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in tensors)
+    def shapes(tensors: Iterable[Named], dtype: torch.dtype | None = None) -> Iterator[Named]:
+        for name, tensor in tensors:
+            yield name, torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
 
     return specs_of(dict(published_weights(policy, dtype, shapes)))

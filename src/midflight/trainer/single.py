@@ -141,7 +141,7 @@ class SingleProcessTrainer:
             self._save_adapter(directory / ADAPTER_DIRECTORY)
         elif dtype is not torch.float32:
             self._save(directory, MASTERS, weights_of(self.model))
-        weights = published_weights(self._policy, dtype, full_tensors)
+        weights = published_weights(self._policy, dtype)
         self._save_model(directory, weights, published_specs(self._policy, dtype))
         # One kind of state after another: an unsharded tensor between sharded ones would end a bucket.
         states = {
@@ -204,7 +204,7 @@ class SingleProcessTrainer:
             _fill(self._proximal, directory, PROXIMAL)
 
     def _published_weights(self) -> Iterator[Named]:
-        return published_weights(self._policy, self._policy_settings.dtype, full_tensors)
+        return published_weights(self._policy, self._policy_settings.dtype)
 
     def _published_specs(self) -> tuple[TensorSpec, ...]:
         return published_specs(self._policy, self._policy_settings.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
 from midflight.types import ActorState, GroupId, Microbatch, TrainingBatch
+from midflight.weights.null_sender import NullSender
 from narrowing import present
 
 
@@ -35,6 +37,7 @@ class ScalarBackend:
     def __init__(self) -> None:
         self.weight = torch.zeros((), requires_grad=True)
         self.published: list[int] = []
+        self.unchanged: list[int] = []
 
     def init(self, rank: int) -> None: ...
 
@@ -55,10 +58,12 @@ class ScalarBackend:
         finite = bool(gradient.isfinite())
         with torch.no_grad():
             self.weight -= learning_rate * gradient if finite else 0.0
-        return OptimizerStep(float(gradient), skipped=not finite)
+        return OptimizerStep(float(gradient), skipped=not finite, changed=finite)
 
-    def publish_weights(self, version: int) -> None:
+    def publish_weights(self, version: int, changed: bool = True) -> None:
         self.published.append(version)
+        if not changed:
+            self.unchanged.append(version)
 
     def save(self, directory: Path) -> None:
         (directory / "weight").write_text(str(float(self.weight.detach())))
@@ -110,6 +115,7 @@ def loop_over(
     tmp_path: Path,
     advantages: list[float],
     learning_rate: Callable[[int], float] = lambda step: 1.0,
+    sender: NullSender | None = None,
     **settings: object,
 ) -> Iterator[tuple[TrainLoop, ScalarBackend]]:
     stream: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
@@ -127,7 +133,7 @@ def loop_over(
     chosen = replace(defaults, **settings)  # type: ignore[arg-type]
     step = TrainStep(backend, Objective(reinforce), learning_rate)
     with JsonlWriter(tmp_path / "metrics.jsonl") as metrics:
-        yield TrainLoop(chosen, step, stream, TrainerState(), Tracer(None, "trainer"), metrics), backend
+        yield TrainLoop(chosen, step, stream, TrainerState(), Tracer(None, "trainer"), metrics, sender), backend
 
 
 # The ratio of the first step is 1. The step moves the policy by 1, so the ratio of the second step is e.
@@ -137,6 +143,7 @@ def test_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     assert loop.state.version == 3
     assert float(backend.weight.detach()) == pytest.approx(1 + math.e)
     assert backend.published == [1, 2, 3]
+    assert backend.unchanged == [2]
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 0.0]
 
 
@@ -194,3 +201,33 @@ def test_each_step_uses_its_own_learning_rate(tmp_path: Path) -> None:
         loop.run(lambda: False)
     assert float(backend.weight.detach()) == pytest.approx(0.5 + 0.25 * math.exp(0.5))
     assert [line["learning_rate"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.25]
+
+
+class AskingSender(NullSender):
+    """Asks for weights as a script says."""
+
+    def __init__(self, wants: Iterable[bool]) -> None:
+        self._wants = iter(wants)
+
+    def wants_weights(self) -> bool:
+        return next(self._wants)
+
+
+def test_weights_that_an_engine_lacks_are_published_again_before_the_next_step(tmp_path: Path) -> None:
+    with loop_over(tmp_path, [1.0] * 3, sender=AskingSender([False, True, False])) as (loop, backend):
+        loop.run(lambda: False)
+    assert backend.published == [1, 1, 2, 3]
+
+
+def test_weights_are_published_again_while_no_batch_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midflight.trainer.loop.WAIT_SLICE_S", 0.0)
+    sender = AskingSender([True, True, False, True])
+    with loop_over(tmp_path, [1.0], max_steps=2, sender=sender) as (loop, backend):
+        loop.run(lambda: len(backend.published) == 4)
+    assert backend.published == [0, 1, 1, 1]
+
+
+def test_engine_that_keeps_asking_does_not_stop_the_training(tmp_path: Path) -> None:
+    with loop_over(tmp_path, [1.0] * 3, sender=AskingSender(itertools.repeat(True))) as (loop, backend):
+        loop.run(lambda: False)
+    assert backend.published == [0, 1, 1, 2, 2, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from midflight.errors import RunDirectoryError
 
 MetricsLine = dict[str, Any]
+
+_MAX_READ_BYTES = 1 << 20  # of a tail at once: a long run has more metrics than its supervisor may hold
 
 
 class JsonlWriter:
@@ -50,7 +52,14 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 
     Raises: RunDirectoryError if a complete line is not a JSON object; OSError if the file cannot be read.
     """
-    return _parse(path, path.read_bytes())
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[MetricsLine]:
+    """Yield the lines of `read_metrics` one by one. Raises as `read_metrics` does."""
+    with path.open("rb") as file:
+        for line in file:
+            yield from _parse(path, line)
 
 
 class MetricsTail:
@@ -66,7 +75,10 @@ class MetricsTail:
         self._last_line = b""  # ends at `_offset`; if it is gone, the file was truncated
 
     def read(self) -> list[MetricsLine]:
-        """Return the complete lines since the last call; [] if there is no file. Raises as `read_metrics` does."""
+        """Return the next complete lines; [] if there are none yet, or no file. Raises as `read_metrics` does.
+
+        The lines of one call have about 1 MiB, so there may be more.
+        """
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -76,7 +88,8 @@ class MetricsTail:
             if file.read(len(self._last_line)) != self._last_line:
                 self._offset, self._last_line = 0, b""
             file.seek(self._offset)
-            new = _complete(file.read())
+            content = file.read(_MAX_READ_BYTES)
+            new = _complete(content) or _complete(content + file.readline())
         if new:
             self._offset += len(new)
             self._last_line = new.splitlines(keepends=True)[-1]

@@ -137,10 +137,10 @@ def _train(
         supervisor = Supervisor(recipe, run, weights_directory, worker_bodies(recipe), num_restarts, say)
 
         def refresh() -> None:
-            lines = tail.read()
-            view.update(lines)
-            advice.update(lines)
-            supervisor.newest_version = max([supervisor.newest_version, *(line["version"] for line in lines)])
+            while lines := tail.read():
+                view.update(lines)
+                advice.update(lines)
+                supervisor.newest_version = max([supervisor.newest_version, *(line["version"] for line in lines)])
 
         _supervise(supervisor, run, refresh)
 

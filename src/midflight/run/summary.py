@@ -14,7 +14,7 @@ from midflight.errors import StreamError
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.averages import mean_by_lag, mean_over, mismatch_of
 from midflight.metrics.evaluations import best_version, read_evaluations, score_of
-from midflight.metrics.jsonl import MetricsLine, read_metrics
+from midflight.metrics.jsonl import MetricsLine, iterate_metrics
 from midflight.metrics.lag import lag_metrics
 from midflight.metrics.lengths import length_bias
 from midflight.protocols import Stream
@@ -24,6 +24,14 @@ from midflight.trainer.state import TrainerState
 from midflight.types import ActorState
 
 Record = TypeVar("Record")
+
+# Metrics of a step that a summary needs. The rest of a long run would not fit into the memory of its supervisor.
+_SUMMARIZED = (
+    *("skipped", "versions_per_rollout/max", "mismatch/tokens", "mismatch/mean", "mismatch/max", "ess", "ess/by_lag"),
+    *("lag/tokens_by_lag", "update/pause_s", "idle/generation_fraction", "idle/trainer_fraction", "time/step_s"),
+    *("time/rollout_s", "memory/peak_bytes_by_rank", "carried_token_fraction", "length/sum", "padding_fraction"),
+    "length/clipped_fraction",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,7 @@ def summarize(
     actor = _actor_state(run, recipe)
     num_waiting_groups = _num_waiting_groups(run, recipe, trainer.version)
     lag = lag_metrics(trainer.lag_histogram)
-    lines = read_metrics(run.metrics) if run.metrics.exists() else []  # the run may have failed before its first step
-    lines = [line for line in lines if line["version"] <= trainer.version]
+    lines = _metrics(run, trainer.version)
     return {
         "run_directory": str(run.path),
         "eval_before": eval_before,
@@ -102,9 +109,21 @@ def _evaluations(run: RunDirectory) -> dict[str, Any]:
     }
 
 
+def _metrics(run: RunDirectory, newest: int) -> list[MetricsLine]:
+    """Return the summarized metrics of each step up to `newest`; [] if the run failed before its first step."""
+    if not run.metrics.exists():
+        return []
+    lines = []
+    for line in iterate_metrics(run.metrics):
+        if line["version"] <= newest:
+            line["length/sum"] = sum(line["length/by_rollout"])
+            lines.append({key: line[key] for key in _SUMMARIZED if key in line})
+    return lines
+
+
 def _carried_tokens(lines: Sequence[MetricsLine]) -> float:
     """Number of trained tokens that were sampled before an interruption of their rollout."""
-    return sum((line["carried_token_fraction"] * sum(line["length/by_rollout"]) for line in lines), 0.0)
+    return sum((line["carried_token_fraction"] * line["length/sum"] for line in lines), 0.0)
 
 
 def _actor_state(run: RunDirectory, recipe: Recipe) -> ActorState | None:

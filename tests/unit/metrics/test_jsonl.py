@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from midflight.errors import RunDirectoryError
+from midflight.metrics import jsonl
 from midflight.metrics.jsonl import JsonlWriter, MetricsTail, json_text, read_metrics
 
 
@@ -69,6 +70,18 @@ def test_resume_at_version_zero_removes_all_lines(tmp_path: Path) -> None:
         writer.write({"version": 1})
     JsonlWriter(path, resume_version=0).close()
     assert read_metrics(path) == []
+
+
+def test_a_tail_reads_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_versions(path, *range(1, 10), torn=json.dumps({"version": 10, "long": "x" * 100}) + "\n")
+    monkeypatch.setattr(jsonl, "_MAX_READ_BYTES", 40)
+    tail = MetricsTail(path)
+    pieces = []
+    while lines := tail.read():
+        pieces.append(versions(lines))
+    assert len(pieces) > 3
+    assert [version for piece in pieces for version in piece] == list(range(1, 11))
 
 
 def test_incomplete_last_line_is_left_out(tmp_path: Path) -> None:

@@ -43,13 +43,18 @@ class PackedStep:
     """Optimizer step of TrainLoop, without publishing the weights."""
 
     def __init__(
-        self, directory: Path, microbatches: Sequence[Microbatch], num_rollouts: int, dtype: torch.dtype
+        self,
+        directory: Path,
+        microbatches: Sequence[Microbatch],
+        num_rollouts: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
         num_tokens = sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches)
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
-        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, NullSender(), PolicySettings(dtype=dtype))
+        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, NullSender(), PolicySettings(dtype=dtype), device)
         self._trainer.init(rank=0)
 
     @property
@@ -74,17 +79,23 @@ class PaddedStep:
     """
 
     def __init__(
-        self, directory: Path, trajectories: Sequence[Trajectory], max_tokens: int, dtype: torch.dtype
+        self,
+        directory: Path,
+        trajectories: Sequence[Trajectory],
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
         self._dtype = dtype
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         self.batches = list(natural_batches(lengths, max_tokens))
-        self._rows = [_PaddedRows([trajectories[row] for row in rows]) for rows in self.batches]
+        self._rows = [_PaddedRows([trajectories[row] for row in rows], device) for rows in self.batches]
         self._num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, local_files_only=True, dtype=torch.float32
-            ).eval()
+            )
+        self._model.eval().to(device)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=_LEARNING_RATE,
@@ -106,7 +117,7 @@ class PaddedStep:
 
     def _loss(self, rows: _PaddedRows) -> Tensor:
         """Compute truncated importance-weighted REINFORCE, divided by the batch's loss tokens."""
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+        with torch.autocast(rows.token_ids_BL.device.type, self._dtype, enabled=self._dtype != torch.float32):
             output = self._model(input_ids=rows.token_ids_BL, attention_mask=rows.present_BL, use_cache=False)
         logprobs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
         logprobs_BL = logprobs_BLV.gather(2, rows.token_ids_BL[:, 1:, None]).squeeze(2)
@@ -119,13 +130,13 @@ class PaddedStep:
 class _PaddedRows:
     """Trajectories as right-padded rows. Shapes: all [B, L]."""
 
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        self.token_ids_BL = _pad([trajectory.token_ids.astype(np.int64) for trajectory in trajectories])
-        self.present_BL = _pad([np.ones(len(trajectory.token_ids), np.int64) for trajectory in trajectories])
-        self.loss_mask_BL = _pad([trajectory.loss_mask for trajectory in trajectories])
-        self.behavior_BL = _pad([trajectory.behavior_logprobs for trajectory in trajectories])
-        self.advantages_BL = _pad([trajectory.advantages for trajectory in trajectories])
+    def __init__(self, trajectories: Sequence[Trajectory], device: str) -> None:
+        def padded(rows: Sequence[Any]) -> Tensor:
+            tensors = [torch.from_numpy(row) for row in rows]
+            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
-
-def _pad(rows: Sequence[Any]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+        self.token_ids_BL = padded([trajectory.token_ids.astype(np.int64) for trajectory in trajectories])
+        self.present_BL = padded([np.ones(len(trajectory.token_ids), np.int64) for trajectory in trajectories])
+        self.loss_mask_BL = padded([trajectory.loss_mask for trajectory in trajectories])
+        self.behavior_BL = padded([trajectory.behavior_logprobs for trajectory in trajectories])
+        self.advantages_BL = padded([trajectory.advantages for trajectory in trajectories])

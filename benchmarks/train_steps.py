@@ -19,6 +19,7 @@ from midflight.losses.denominators import BatchCounts
 from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
 from midflight.models.loading import quiet
+from midflight.protocols import WeightSender
 from midflight.trainer.inputs import loss_inputs
 from midflight.trainer.policies import PolicySettings
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
@@ -49,27 +50,35 @@ class PackedStep:
         num_rollouts: int,
         dtype: torch.dtype,
         device: str = "cpu",
+        sender: WeightSender | None = None,
     ) -> None:
         num_tokens = sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches)
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
-        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, NullSender(), PolicySettings(dtype=dtype), device)
-        self._trainer.init(rank=0)
+        self.trainer = SingleProcessTrainer(
+            directory, _OPTIMIZER, sender or NullSender(), PolicySettings(dtype=dtype), device
+        )
+        self.trainer.init(rank=0)
 
     @property
     def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self._trainer.model)
+        return ModelSizes.of(self.trainer.model)
 
     def __call__(self) -> tuple[float, float]:
+        loss = self.add_gradients()
+        return loss, self.trainer.optimizer_step(_LEARNING_RATE).grad_norm
+
+    def add_gradients(self) -> float:
+        """Run the forward and backward passes of all microbatches; return the loss."""
         total = 0.0
         for microbatch in self._microbatches:
-            outputs = self._trainer.forward(microbatch)
+            outputs = self.trainer.forward(microbatch)
             inputs = loss_inputs(microbatch, outputs, None, self._counts, self._objective)
             loss = self._objective(inputs).loss
-            self._trainer.backward(loss)
+            self.trainer.backward(loss)
             total += float(loss.detach())
-        return total, self._trainer.optimizer_step(_LEARNING_RATE).grad_norm
+        return total
 
 
 class PaddedStep:

@@ -42,7 +42,8 @@ def demo_learns(setting: Setting) -> list[Row]:
     assert all(abs(line["kl/behavior"]) < 0.05 for line in lines), "engine and trainer disagree about log-probabilities"
     if not setting.small:
         assert last > first + 0.1, f"the reward went from {first:.3f} to {last:.3f}"
-    keys = ("time/step_s", "throughput/generated_tokens_per_s", "throughput/trained_tokens_per_s", "lag/mean", "lag/max")
+    throughput = ("throughput/generated_tokens_per_s", "throughput/trained_tokens_per_s")
+    keys = ("time/step_s", *throughput, "lag/mean", "lag/max")
     medians = {key: statistics.median(line[key] for line in lines[tenth:]) for key in keys if key in lines[-1]}
     return [{"optimizer_steps": steps, "first_reward": first, "last_reward": last, **medians, "summary": summary}]
 

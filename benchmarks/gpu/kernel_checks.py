@@ -10,13 +10,23 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setting import NotApplicable, Row, Setting
+from benchmarks.gpu.setting import NotApplicableError, Row, Setting
 from midflight.engine.cache import PAGE_SIZE, KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.plan import Batch, Chunk
 
 # Query heads, key/value heads, head dimension.
-_GEOMETRIES = ((4, 4, 8), (4, 2, 32), (9, 3, 64), (2, 2, 48), (8, 1, 80), (32, 8, 64), (32, 8, 128), (40, 2, 96), (8, 4, 256))
+_GEOMETRIES = (
+    (4, 4, 8),
+    (4, 2, 32),
+    (9, 3, 64),
+    (2, 2, 48),
+    (8, 1, 80),
+    (32, 8, 64),
+    (32, 8, 128),
+    (40, 2, 96),
+    (8, 4, 256),
+)
 _OPTIONS = ((0.0, 0), (3.0, 0), (0.0, 1), (0.0, 7), (2.0, 300))  # soft cap, window
 _POSITIONS = (0, 15, 16, 17, 300, 1000)
 _NUM_PAGES = 400
@@ -32,7 +42,7 @@ def triton_attention_float32(setting: Setting) -> list[Row]:
 def triton_attention_bfloat16(setting: Setting) -> list[Row]:
     """Compare the attention of decode steps in bfloat16."""
     if not setting.is_cuda:
-        raise NotApplicable("Triton's interpreter has no bfloat16")
+        raise NotApplicableError("Triton's interpreter has no bfloat16")
     return _attention(setting, torch.bfloat16)
 
 
@@ -102,9 +112,9 @@ def other_kernels(setting: Setting) -> list[Row]:
 
 
 def gpu_kernels() -> ReferenceKernels:
-    """Return the Triton kernels. Raises: NotApplicable without Triton."""
+    """Return the Triton kernels. Raises: NotApplicableError without Triton."""
     if importlib.util.find_spec("triton") is None:
-        raise NotApplicable("Triton is not installed")
+        raise NotApplicableError("Triton is not installed")
     from midflight.engine.kernels.gpu import GpuKernels
 
     return GpuKernels()

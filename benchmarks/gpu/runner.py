@@ -84,7 +84,7 @@ class _Process:
         extra = dict(self.environment)
         if not self.setting.is_cuda and self.checks[0].group == "kernel":
             extra["TRITON_INTERPRET"] = "1"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # __exit__ closes it
+        self._log = tempfile.TemporaryFile()  # __exit__ closes it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(task)],
             stdout=subprocess.PIPE,

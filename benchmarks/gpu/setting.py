@@ -11,7 +11,7 @@ import torch
 Row = dict[str, Any]
 
 
-class NotApplicable(Exception):
+class NotApplicableError(Exception):
     """Raised by a check that this machine cannot make; the message says why."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.setting import NotApplicable, Row, Setting
+from benchmarks.gpu.setting import NotApplicableError, Row, Setting
 from midflight.report.machine import num_cores
 
 _MAX_LINES = 14  # of a traceback
@@ -48,7 +48,7 @@ def _run(function: str, setting: Setting) -> dict[str, Any]:
         module, _, name = function.partition(":")
         rows = getattr(importlib.import_module(module), name)(setting)
         _synchronize(setting)
-    except NotApplicable as error:
+    except NotApplicableError as error:
         status, reason = "skipped", str(error)
     except Exception:
         status, reason = "failed", _end_of_traceback()
@@ -75,7 +75,7 @@ def _is_usable(setting: Setting) -> bool:
 
 
 def _end_of_traceback() -> str:
-    lines = traceback.format_exc().strip().splitlines()
+    lines = [line for line in traceback.format_exc().strip().splitlines() if line.strip(" ^~")]
     return "\n".join(lines[-_MAX_LINES:])[-_MAX_CHARACTERS:]
 
 

@@ -13,7 +13,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast faults soak test-benchmarks test-deepspeed lint types base docs recording figures algorithms \
-	planner-figures smollm2 smollm2-figures clean
+	planner-figures smollm2 smollm2-figures gpu-check gpu-wheels clean
 
 demo: $(VENV)/.ready
 	$(BIN)/midflight demo $(ARGS)
@@ -100,6 +100,24 @@ smollm2-figures: $(VENV)/.smollm2
 	$(BIN)/python -m benchmarks smollm2 --json --picture docs/images/smollm2.png \
 		--page docs/smollm2.md > runs/smollm2.json.new
 	mv runs/smollm2.json.new benchmarks/results/smollm2.json
+
+# On a machine with a CUDA device: the CUDA path checked and measured, in under 9 minutes; needs no network.
+# PYTHON has to have the CUDA build of torch, and transformers. All other packages come from the folder WHEELS.
+GPU_VENV := .venv-gpu
+WHEELS ?= gpu-wheels
+gpu-check:
+	$(PYTHON) benchmarks/gpu/environment.py $(GPU_VENV) $(WHEELS)
+	$(GPU_VENV)/bin/python -m benchmarks gpu $(if $(OUT),--out $(OUT)) $(ARGS)
+
+# On a machine with a network: fills that folder, for a 64-bit x86 Linux with this version of Python.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	mkdir -p $(WHEELS)
+	$(PYTHON) benchmarks/gpu/environment.py --requirements > $(WHEELS)/requirements.txt
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --only-binary :all: --python-version $(GPU_PYTHON) \
+		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 --dest $(WHEELS) --requirement $(WHEELS)/requirements.txt
+	du -sh $(WHEELS)
 
 # torch first, on its own: a range in another package's requirements would pull in the CUDA packages.
 $(VENV)/.ready: pyproject.toml

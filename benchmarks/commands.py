@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 
 from benchmarks.digest import digest
+from benchmarks.gpu.command import gpu
 from benchmarks.size import size
 from benchmarks.tasks.command import tasks
 from midflight.metrics.jsonl import json_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Run nothing else on it.")
 app.command()(digest)
+app.command()(gpu)
 app.command()(size)
 app.command()(tasks)
 

@@ -48,6 +48,7 @@ class DecodeOptions:
     skip: frozenset[tuple[str, int | None]] = frozenset()
     cap_s: float = 120.0
     vllm_python: Path | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.vllm_python and not self.vllm_python.is_file():
@@ -83,7 +84,7 @@ def bench_decode(model: BenchModel, options: DecodeOptions, report: Callable[[st
     failures: list[dict[str, Any]] = []
     ceilings = {}
     for dtype in options.dtypes:
-        ceilings[dtype] = measure_ceilings(dtype, model.matmul_parameters, num_cores())
+        ceilings[dtype] = measure_ceilings(dtype, model.matmul_parameters, num_cores(), options.device)
         with ExitStack() as stack:
             fleet = Fleet(model, dtype, options, stack)
             for sequences in options.sequences:
@@ -165,6 +166,7 @@ class Fleet:
             "new_tokens": self.options.new_tokens,
             "max_sequences": max(self.options.sequences),
             "num_threads": num_cores(),
+            "device": self.options.device,
         }
         if engine == "vllm":
             assert self.options.vllm_python is not None

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList, set_seed
 
 from benchmarks.embedded import EmbeddedEngine, build_embedded_engine
+from benchmarks.roofline import synchronize
 from midflight.models.loading import quiet
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
 
@@ -42,8 +43,8 @@ class DecodeEngine(Protocol):
 class Embedded:
     """Midflight's own engine, with one slot per prompt; it always returns log-probabilities."""
 
-    def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
-        self._directory, self._dtype, self._max_new_tokens = directory, dtype, max_new_tokens
+    def __init__(self, directory: Path, dtype: str, max_new_tokens: int, device: str) -> None:
+        self._directory, self._dtype, self._max_new_tokens, self._device = directory, dtype, max_new_tokens, device
         self._num_rows = 0
         self._engine: EmbeddedEngine | None = None
 
@@ -86,6 +87,7 @@ class Embedded:
                 max_num_seqs=self._num_rows,
                 max_prompt_tokens=max(map(len, prompts)),
                 max_new_tokens=self._max_new_tokens,
+                device=self._device,
             )
         return self._engine
 
@@ -97,20 +99,21 @@ class Stopwatch(StoppingCriteria):  # type: ignore[misc]
         self.stamps: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        synchronize(input_ids.device)
         self.stamps.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class TransformersGenerate:
     """`model.generate` on the whole batch, without log-probabilities: it could only return whole score vectors."""
 
-    def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
-        self._model = load_transformers(directory, dtype)
+    def __init__(self, directory: Path, dtype: str, max_new_tokens: int, device: str) -> None:
+        self._model = load_transformers(directory, dtype, device)
         self._dtype = dtype
 
     def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement:
         set_seed(seed)
-        tokens_BT = torch.tensor(prompts)
+        tokens_BT = torch.tensor(prompts, device=self._model.device)
         stopwatch = Stopwatch()
         self._model.generate(
             input_ids=tokens_BT,
@@ -125,8 +128,8 @@ class TransformersGenerate:
 class TransformersContinuousBatching:
     """Continuous batching of transformers, with log-probabilities and a cache as large as the requests need."""
 
-    def __init__(self, directory: Path, dtype: str, max_new_tokens: int) -> None:
-        self._model = load_transformers(directory, dtype)
+    def __init__(self, directory: Path, dtype: str, max_new_tokens: int, device: str) -> None:
+        self._model = load_transformers(directory, dtype, device)
         self._dtype = dtype
 
     def measure(self, prompts: Prompts, new_tokens: int, seed: int) -> Measurement:
@@ -168,13 +171,13 @@ def window(stamps: Sequence[Sequence[float]], compute_dtype: str) -> Measurement
     return Measurement(tokens, closed - opened, compute_dtype)
 
 
-def load_transformers(directory: Path, dtype: str) -> Any:
+def load_transformers(directory: Path, dtype: str, device: str) -> Any:
     """Load the plain transformers model, without the checkpoint's defaults that would stop or change sampling."""
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=getattr(torch, dtype))
     model.generation_config = GenerationConfig()
     model.config.eos_token_id = None
-    return model.eval()
+    return model.eval().to(device)
 
 
 def sampling_config(new_tokens: int) -> GenerationConfig:
@@ -183,7 +186,7 @@ def sampling_config(new_tokens: int) -> GenerationConfig:
     )
 
 
-ENGINES: dict[str, Callable[[Path, str, int], DecodeEngine]] = {
+ENGINES: dict[str, Callable[[Path, str, int, str], DecodeEngine]] = {
     "midflight": Embedded,
     "transformers": TransformersGenerate,
     "transformers_cb": TransformersContinuousBatching,

@@ -20,7 +20,9 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         torch.set_num_threads(options["num_threads"])
-        engine = ENGINES[options["engine"]](Path(options["model"]), options["dtype"], options["new_tokens"])
+        engine = ENGINES[options["engine"]](
+            Path(options["model"]), options["dtype"], options["new_tokens"], options["device"]
+        )
         for line in sys.stdin:
             cpu_started = time.process_time()
             answer = asdict(engine.measure(**json.loads(line)))

@@ -23,7 +23,13 @@ class EmbeddedEngine(NamedTuple):
 
 
 def build_embedded_engine(
-    directory: Path, dtype: str, *, max_num_seqs: int, max_prompt_tokens: int, max_new_tokens: int
+    directory: Path,
+    dtype: str,
+    *,
+    max_num_seqs: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    device: str = "cpu",
 ) -> EmbeddedEngine:
     """Build an idle engine. Raises: ModelError if the directory holds no model that the engine can run."""
     weights = weights_of(load_model(directory, getattr(torch, dtype)))
@@ -34,5 +40,5 @@ def build_embedded_engine(
         # All prompts fit into one step, so that all sequences decode together from first to last token.
         max_batched_tokens=max_num_seqs * (max_prompt_tokens + 1),
     )
-    model = engine_model(load_config(directory), weights, max_length=limits.max_length)
+    model = engine_model(load_config(directory), weights, max_length=limits.max_length, device=device)
     return EmbeddedEngine(Engine(model, limits), weights, str(model.dtype).removeprefix("torch."))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import BenchModel
-from benchmarks.roofline import busy_core_seconds, measure_gemm_rate
+from benchmarks.roofline import busy_core_seconds, measure_gemm_rate, synchronize
 from benchmarks.train_load import LoadShape, make_trajectories, on_policy, padding_fraction, useful_flops
 from benchmarks.train_steps import PackedStep, PaddedStep, TrainStep
 from midflight.errors import BenchmarkError, RecipeError
@@ -36,6 +36,7 @@ class TrainOptions:
     rounds: int = 3
     max_tokens: int = 4096
     dtype: str = "float32"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.load.sequences % self.load.group_size:
@@ -63,11 +64,11 @@ def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str]
     """
     machine = describe_machine()
     torch.set_num_threads(num_cores())
-    trajectories = on_policy(make_trajectories(options.load, model.vocab_size, seed=0), model.directory)
+    trajectories = on_policy(make_trajectories(options.load, model.vocab_size, seed=0), model.directory, options.device)
     microbatches = pack(trajectories, options.max_tokens)
     dtype: torch.dtype = getattr(torch, options.dtype)
-    packed = PackedStep(model.directory, microbatches, len(trajectories), dtype)
-    padded = PaddedStep(model.directory, trajectories, options.max_tokens, dtype)
+    packed = PackedStep(model.directory, microbatches, len(trajectories), dtype, options.device)
+    padded = PaddedStep(model.directory, trajectories, options.max_tokens, dtype, options.device)
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     work = {
         "loss_tokens": sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
@@ -76,7 +77,7 @@ def bench_train(model: BenchModel, options: TrainOptions, report: Callable[[str]
         "padding_fraction": padding_fraction(lengths, padded.batches),
         "useful_flops": useful_flops(packed.sizes, microbatches),
     }
-    rounds = [_round(index, packed, padded, work, options.dtype, report) for index in range(-1, options.rounds)][1:]
+    rounds = [_round(index, packed, padded, work, options, report) for index in range(-1, options.rounds)][1:]
     return {
         "machine": machine,
         "step": "forward, loss, backward, clipping, AdamW",
@@ -96,10 +97,11 @@ def row(rounds: Sequence[Mapping[str, Any]], padding: float) -> dict[str, float]
     return {**{key: statistics.median(result[key] for result in rounds) for key in keys}, "padding_fraction": padding}
 
 
-def measure(step: TrainStep) -> Measured:
+def measure(step: TrainStep, device: torch.device) -> Measured:
     """Run and measure one step, and the load of other processes meanwhile."""
     busy, cpu, started = busy_core_seconds(), time.process_time(), time.perf_counter()
     loss, grad_norm = step()
+    synchronize(device)  # the optimizer's update comes after the norm, on which the step waits
     seconds, own = time.perf_counter() - started, time.process_time() - cpu
     busy_after = busy_core_seconds()
     others = None if busy is None or busy_after is None else round((busy_after - busy - own) / seconds, 2)
@@ -120,16 +122,17 @@ def _round(
     packed: TrainStep,
     padded: TrainStep,
     work: Mapping[str, float],
-    dtype: str,
+    options: TrainOptions,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure both steps and the GEMM rate between them; round -1 is the warm-up."""
     steps = {"packed": packed, "padded": padded}
     order = list(steps) if index % 2 else list(reversed(steps))
-    measured = {order[0]: measure(steps[order[0]])}
-    gemm_rate = measure_gemm_rate(getattr(torch, dtype))
-    measured[order[1]] = measure(steps[order[1]])
-    check_agreement(measured["packed"], measured["padded"], dtype)
+    device = torch.device(options.device)
+    measured = {order[0]: measure(steps[order[0]], device)}
+    gemm_rate = measure_gemm_rate(getattr(torch, options.dtype), options.device)
+    measured[order[1]] = measure(steps[order[1]], device)
+    check_agreement(measured["packed"], measured["padded"], options.dtype)
     rates = {name: work["loss_tokens"] / step.seconds for name, step in measured.items()}
     fractions = {name: work["useful_flops"] / step.seconds / gemm_rate for name, step in measured.items()}
     result = {

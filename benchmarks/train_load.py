@@ -58,12 +58,12 @@ def make_trajectories(shape: LoadShape, vocab_size: int, seed: int) -> list[Traj
     return trajectories
 
 
-def on_policy(trajectories: Sequence[Trajectory], model: Path) -> list[Trajectory]:
+def on_policy(trajectories: Sequence[Trajectory], model: Path, device: str = "cpu") -> list[Trajectory]:
     """Set the behavior log-probabilities to the model's own.
 
     Other values would give ratios of e-20, and gradients so small that the processor computes them many times slower.
     """
-    policy = FrozenReference(model, temperature=1.0)
+    policy = FrozenReference(model, temperature=1.0, device=device)
     return [
         replace(trajectory, behavior_logprobs=policy.logprobs(pack([trajectory], len(trajectory.token_ids))[0]))
         for trajectory in trajectories

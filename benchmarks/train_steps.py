@@ -19,6 +19,7 @@ from midflight.losses.denominators import BatchCounts
 from midflight.losses.objective import Objective
 from midflight.losses.reinforce import reinforce
 from midflight.models.loading import quiet
+from midflight.protocols import WeightSender
 from midflight.trainer.inputs import loss_inputs
 from midflight.trainer.policies import PolicySettings
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
@@ -43,28 +44,41 @@ class PackedStep:
     """Optimizer step of TrainLoop, without publishing the weights."""
 
     def __init__(
-        self, directory: Path, microbatches: Sequence[Microbatch], num_rollouts: int, dtype: torch.dtype
+        self,
+        directory: Path,
+        microbatches: Sequence[Microbatch],
+        num_rollouts: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        sender: WeightSender | None = None,
     ) -> None:
         num_tokens = sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches)
         self._microbatches = microbatches
         self._counts = BatchCounts(num_tokens, num_rollouts, max_response_tokens=1)
         self._objective = Objective(reinforce)
-        self._trainer = SingleProcessTrainer(directory, _OPTIMIZER, NullSender(), PolicySettings(dtype=dtype))
-        self._trainer.init(rank=0)
+        self.trainer = SingleProcessTrainer(
+            directory, _OPTIMIZER, sender or NullSender(), PolicySettings(dtype=dtype), device
+        )
+        self.trainer.init(rank=0)
 
     @property
     def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self._trainer.model)
+        return ModelSizes.of(self.trainer.model)
 
     def __call__(self) -> tuple[float, float]:
+        loss = self.add_gradients()
+        return loss, self.trainer.optimizer_step(_LEARNING_RATE).grad_norm
+
+    def add_gradients(self) -> float:
+        """Run the forward and backward passes of all microbatches; return the loss."""
         total = 0.0
         for microbatch in self._microbatches:
-            outputs = self._trainer.forward(microbatch)
+            outputs = self.trainer.forward(microbatch)
             inputs = loss_inputs(microbatch, outputs, None, self._counts, self._objective)
             loss = self._objective(inputs).loss
-            self._trainer.backward(loss)
+            self.trainer.backward(loss)
             total += float(loss.detach())
-        return total, self._trainer.optimizer_step(_LEARNING_RATE).grad_norm
+        return total
 
 
 class PaddedStep:
@@ -74,17 +88,23 @@ class PaddedStep:
     """
 
     def __init__(
-        self, directory: Path, trajectories: Sequence[Trajectory], max_tokens: int, dtype: torch.dtype
+        self,
+        directory: Path,
+        trajectories: Sequence[Trajectory],
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
         self._dtype = dtype
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         self.batches = list(natural_batches(lengths, max_tokens))
-        self._rows = [_PaddedRows([trajectories[row] for row in rows]) for rows in self.batches]
+        self._rows = [_PaddedRows([trajectories[row] for row in rows], device) for rows in self.batches]
         self._num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, local_files_only=True, dtype=torch.float32
-            ).eval()
+            )
+        self._model.eval().to(device)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=_LEARNING_RATE,
@@ -106,7 +126,7 @@ class PaddedStep:
 
     def _loss(self, rows: _PaddedRows) -> Tensor:
         """Compute truncated importance-weighted REINFORCE, divided by the batch's loss tokens."""
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+        with torch.autocast(rows.token_ids_BL.device.type, self._dtype, enabled=self._dtype != torch.float32):
             output = self._model(input_ids=rows.token_ids_BL, attention_mask=rows.present_BL, use_cache=False)
         logprobs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
         logprobs_BL = logprobs_BLV.gather(2, rows.token_ids_BL[:, 1:, None]).squeeze(2)
@@ -119,13 +139,13 @@ class PaddedStep:
 class _PaddedRows:
     """Trajectories as right-padded rows. Shapes: all [B, L]."""
 
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        self.token_ids_BL = _pad([trajectory.token_ids.astype(np.int64) for trajectory in trajectories])
-        self.present_BL = _pad([np.ones(len(trajectory.token_ids), np.int64) for trajectory in trajectories])
-        self.loss_mask_BL = _pad([trajectory.loss_mask for trajectory in trajectories])
-        self.behavior_BL = _pad([trajectory.behavior_logprobs for trajectory in trajectories])
-        self.advantages_BL = _pad([trajectory.advantages for trajectory in trajectories])
+    def __init__(self, trajectories: Sequence[Trajectory], device: str) -> None:
+        def padded(rows: Sequence[Any]) -> Tensor:
+            tensors = [torch.from_numpy(row) for row in rows]
+            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
-
-def _pad(rows: Sequence[Any]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+        self.token_ids_BL = padded([trajectory.token_ids.astype(np.int64) for trajectory in trajectories])
+        self.present_BL = padded([np.ones(len(trajectory.token_ids), np.int64) for trajectory in trajectories])
+        self.loss_mask_BL = padded([trajectory.loss_mask for trajectory in trajectories])
+        self.behavior_BL = padded([trajectory.behavior_logprobs for trajectory in trajectories])
+        self.advantages_BL = padded([trajectory.advantages for trajectory in trajectories])

@@ -96,13 +96,18 @@ class Load:
 
 
 def bench_updates(
-    model: BenchModel, dtype: str, *, num_updates: int, sequences: int, new_tokens: int
+    model: BenchModel, dtype: str, *, num_updates: int, sequences: int, new_tokens: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """Measure `num_updates` updates: the longest single delay of each, and the sum of its delays (milliseconds)."""
     machine = describe_machine()
     torch.set_num_threads(num_cores())
     engine = build_embedded_engine(
-        model.directory, dtype, max_num_seqs=sequences, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=new_tokens
+        model.directory,
+        dtype,
+        max_num_seqs=sequences,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=new_tokens,
+        device=device,
     )
     load = Load(engine.generator, model.vocab_size, sequences, new_tokens)
     load.step()

@@ -64,9 +64,11 @@ class Engine:
         recompute_kv: bool = False,
         prefix_caching: bool = True,
         stop_rules: StopRules | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         """Allocate the KV cache. Without `stop_rules`, the engine ignores the stop strings of requests.
 
+        `cuda_graphs`: on a CUDA device, replay decode steps as graphs instead of launching their kernels one by one.
         Raises: ModelError if the model's context or the cache is too small for one sequence.
         """
         shape = model.shape
@@ -90,7 +92,7 @@ class Engine:
                     f"a KV cache of {limits.kv_cache_bytes} bytes has {num_pages} pages of {one_page} bytes; one"
                     f" sequence of {limits.max_length} tokens needs {max_pages + 1}; give the cache more bytes"
                 )
-        if model.device.type == "cuda":
+        if model.device.type == "cuda" and cuda_graphs:
             self._model = GraphedModel(model, max_pages)
         self._cache = KVCache(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, num_pages, model.dtype, model.device

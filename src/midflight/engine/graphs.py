@@ -28,23 +28,32 @@ def bucket_of(num_seqs: int) -> int:
     return -(-num_seqs // width) * width
 
 
-def capture_cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a CUDA graph, after the required warm-up on a side stream."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Another thread may copy new weights meanwhile, which the default mode would take for an error of the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = run()
+class CudaGraphs:
+    """Implements Capture on a CUDA device. All graphs share one memory pool: no two of them ever run at a time."""
 
-    def replay() -> Tensor:
-        graph.replay()
-        return logits
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
 
-    return replay
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Capture a graph, after the required warm-up on a side stream."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # By default, an allocation or a copy of any other thread, such as one that receives weights, ends a capture
+            # with an error.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +65,13 @@ class _Graph:
 class GraphedModel:
     """Implements EngineModel around another model: replays pure decode steps, passes steps with prefills through."""
 
-    def __init__(self, model: EngineModel, max_pages: int, capture: Capture = capture_cuda_graph) -> None:
+    def __init__(self, model: EngineModel, max_pages: int, capture: Capture | None = None) -> None:
         """Wrap a model.
 
-        `max_pages`: largest number of pages of one sequence.
+        `max_pages`: largest number of pages of one sequence. `capture`: None means CUDA graphs on the model's device.
         """
-        self._model, self._max_pages, self._capture = model, max_pages, capture
+        self._model, self._max_pages = model, max_pages
+        self._capture = capture or CudaGraphs(model.device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self.shape, self.dtype, self.device, self.kernels = model.shape, model.dtype, model.device, model.kernels
         self.weights = model.weights

@@ -43,6 +43,8 @@ def warm_up() -> None:
 
     The trainer builds its model with the code of transformers, which the supervisor's process never imports.
     """
+    # torch counts devices without CUDA then: a fork server that has called CUDA could not fork a process that uses it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     multiprocessing.set_forkserver_preload(["midflight.run.workers", "transformers.modeling_utils"])
     multiprocessing.forkserver.ensure_running()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,12 +11,18 @@ from midflight.engine.cache import PAGE_SIZE, KVLayer
 from midflight.engine.kernels.reference import ReferenceKernels
 from midflight.engine.plan import Batch
 
-# tl.dot needs at least this many rows; the query heads of a group are padded to it.
-_MIN_DOT_ROWS = 16
+# tl.dot needs at least this many rows and columns; the query heads of a group and the head dimension are padded to it.
+_MIN_DOT_SIZE = 16
+# Explicit, because newer versions of Triton warn about relying on the default.
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
 class GpuKernels(ReferenceKernels):
     """Triton implementation of ReferenceKernels, which has the contracts. A decode step never synchronizes the host."""
+
+    def linear_layout(self, weight: Tensor, out: Tensor) -> None:
+        # Transposed on the device: a copy between devices would first transpose on the CPU, slower than the transfer.
+        out.copy_(weight.to(out.device).t())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -54,46 +58,56 @@ def paged_decode_attention(
     """
     num_tokens, width = query.shape
     head_dim, num_kv_heads = layer.head_dim, layer.num_kv_heads
-    group_size = width // (head_dim * num_kv_heads)
     out = torch.empty((num_tokens, width), dtype=query.dtype, device=query.device)
-    _decode_kernel[(num_tokens, num_kv_heads)](
-        query,
-        layer.keys,
-        layer.values,
-        tables,
-        slots,
-        positions,
-        out,
-        query.stride(0),
-        tables.stride(0),
-        scale,
-        softcap,
-        window,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        GROUP_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group_size)),
-        HEAD_DIM=head_dim,
-        HEAD_COLUMNS=triton.next_power_of_2(head_dim),
-        PAGE=PAGE_SIZE,
-        SOFTCAP=softcap > 0,
-    )
+    # Triton launches on the current device of the thread, which need not be the tensors' device.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        _decode_kernel[(num_tokens, num_kv_heads)](
+            query,
+            layer.keys,
+            layer.values,
+            tables,
+            slots,
+            positions,
+            out,
+            query.stride(0),
+            tables.stride(0),
+            scale,
+            softcap,
+            window,
+            **kernel_constants(width // head_dim, num_kv_heads, head_dim, softcap),
+            **COMPILER_OPTIONS,
+        )
     return out
+
+
+def kernel_constants(num_heads: int, num_kv_heads: int, head_dim: int, softcap: float) -> dict[str, int | bool]:
+    """Arguments that the kernel is compiled for."""
+    group_size = num_heads // num_kv_heads
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP_SIZE": group_size,
+        "GROUP_ROWS": max(_MIN_DOT_SIZE, triton.next_power_of_2(group_size)),
+        "HEAD_DIM": head_dim,
+        "HEAD_COLUMNS": max(_MIN_DOT_SIZE, triton.next_power_of_2(head_dim)),
+        "PAGE": PAGE_SIZE,
+        "SOFTCAP": softcap > 0,
+    }
 
 
 @triton.jit
 def _decode_kernel(
-    query: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    slots: Any,
-    positions: Any,
-    out: Any,
-    query_stride: Any,
-    table_stride: Any,
-    scale: Any,
-    softcap: Any,
-    window: Any,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    out: tl.tensor,
+    query_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP_ROWS: tl.constexpr,

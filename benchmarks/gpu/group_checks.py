@@ -1,0 +1,119 @@
+"""Connections of the weight group from device memory: gloo over host memory, and NCCL as far as one device allows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.gpu.setting import NotApplicableError, Row, Setting
+from midflight.weights.process_group import Invitation, Links, connect_links
+
+_ADDRESS = "127.0.0.1"
+_TIMEOUT_S = 15.0
+_SIZES = (1, 4096, 40_000_000)  # bytes
+
+
+def gloo_from_the_device(setting: Setting) -> list[Row]:
+    """Send bytes of device memory to another process over gloo, by way of host memory."""
+    rows = _two_ranks(setting, "gloo")
+    assert all(row["equal"] for row in rows), f"other bytes arrived: {rows}"
+    return rows
+
+
+def nccl_on_one_rank(setting: Setting) -> list[Row]:
+    """Make a NCCL group of one rank and broadcast to itself: the library loads and works on this device."""
+    _needs_cuda(setting)
+    store = TCPStore(_ADDRESS, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    started = time.perf_counter()
+    links = _links(store, store.port, 0, 1, "nccl", setting.on)
+    piece = torch.arange(1 << 20, device=setting.on, dtype=torch.int32).view(torch.uint8)
+    expected = piece.clone()
+    links.send(piece, 0).wait()
+    assert torch.equal(piece, expected), "a broadcast to itself changed the bytes"
+    seconds = time.perf_counter() - started
+    links.abort()
+    return [{"nccl": ".".join(map(str, torch.cuda.nccl.version())), "seconds": seconds}]
+
+
+def nccl_twice_on_one_device(setting: Setting) -> list[Row]:
+    """Let two ranks share the device, which NCCL refuses: there is an error within the timeout, and no hang."""
+    _needs_cuda(setting)
+    if torch.cuda.device_count() > 1:
+        rows = _two_ranks(setting, "nccl")
+        assert all(row["equal"] for row in rows), f"other bytes arrived: {rows}"
+        return [{"devices": torch.cuda.device_count(), **row} for row in rows]
+    started = time.perf_counter()
+    try:
+        rows = _two_ranks(setting, "nccl")
+    except RuntimeError as error:
+        seconds = time.perf_counter() - started
+        assert seconds < 2.5 * _TIMEOUT_S, f"the error came after {seconds:.0f} s"
+        return [{"refused": str(error).splitlines()[0], "seconds": seconds}]
+    raise AssertionError(f"two ranks shared one device: {rows}")
+
+
+def _needs_cuda(setting: Setting) -> None:
+    if not setting.is_cuda:
+        raise NotApplicableError("NCCL needs a CUDA device")
+
+
+def _two_ranks(setting: Setting, backend: str) -> list[Row]:
+    """Send pieces of several sizes to a second process. Raises: RuntimeError with the reason of either rank."""
+    store = TCPStore(_ADDRESS, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    other = torch.device("cuda", torch.cuda.device_count() - 1) if backend == "nccl" else torch.device("cpu")
+    arguments = [str(store.port), backend, str(other)]
+    receiver = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.group_checks", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        links = _links(store, store.port, 0, 2, backend, setting.on if backend == "nccl" else torch.device("cpu"))
+        for index, piece in enumerate(_pieces(setting.on)):
+            links.send(piece if backend == "nccl" else piece.cpu(), index).wait()
+        output, _ = receiver.communicate(timeout=2 * _TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError("the receiving rank gave no answer") from error
+    finally:
+        receiver.kill()
+        receiver.wait()
+    answer = json.loads(output.strip().splitlines()[-1])
+    if answer["error"]:
+        raise RuntimeError(answer["error"])
+    rows: list[Row] = answer["rows"]
+    return rows
+
+
+def _links(store: TCPStore, port: int, rank: int, world_size: int, backend: str, device: torch.device) -> Links:
+    kind = "nccl" if backend == "nccl" else "gloo"
+    invitation = Invitation(_ADDRESS, port, rank, world_size, _TIMEOUT_S, kind)  # type: ignore[arg-type]
+    return connect_links(store, _ADDRESS, rank, world_size, invitation, device)
+
+
+def _pieces(device: torch.device) -> list[torch.Tensor]:
+    return [(torch.arange(size, device=device) % 251).to(torch.uint8) for size in _SIZES]
+
+
+def _receive(port: int, backend: str, device: torch.device) -> list[Row]:
+    store = TCPStore(_ADDRESS, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    links = _links(store, port, 1, 2, backend, device)
+    rows: list[Row] = []
+    for index, expected in enumerate(_pieces(device)):
+        piece = torch.zeros_like(expected)
+        started = time.perf_counter()
+        links.receive(piece, index).wait()
+        seconds = time.perf_counter() - started
+        equal = torch.equal(piece, expected)
+        rows.append({"backend": backend, "bytes": len(piece), "seconds": seconds, "equal": equal})
+    return rows
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps({"rows": _receive(int(sys.argv[1]), sys.argv[2], torch.device(sys.argv[3])), "error": ""}))
+    except Exception as failure:
+        print(json.dumps({"rows": [], "error": f"{type(failure).__name__}: {failure}"}))

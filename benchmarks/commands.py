@@ -148,16 +148,20 @@ def streams(
 
 @app.command()
 def weights(
-    sizes: Annotated[str, typer.Option(help="numbers of parameters: 1M, 135M, 1B")] = "1M,135M,1B",
+    size: Annotated[str, typer.Option(help="number of parameters: 1M, 135M, 1B")] = "135M",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 5,
+    engines: Annotated[str, typer.Option(help="numbers of engine processes")] = "1,2,4,8",
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 7,
+    links: Annotated[str, typer.Option(help="loopback, limited (network namespaces, 1 Gbit/s)")] = "loopback,limited",
     as_json: Json = False,
 ) -> None:
-    """Seconds and GB/s of every transport of weights to another process."""
+    """Seconds and bytes of an update of the weights of several engines, compared with a bare broadcast."""
     from benchmarks.models import check_dtype
-    from benchmarks.weights import bench_weights, weights_table
+    from benchmarks.weights import WeightsOptions, bench_weights, weights_table
 
-    result = bench_weights(tuple(sizes.split(",")), check_dtype(dtype), rounds, Console(stderr=True).print)
+    counts = tuple(map(_count, engines.split(",")))
+    options = WeightsOptions(size, check_dtype(dtype), counts, rounds, tuple(links.split(",")))
+    result = bench_weights(options, Console(stderr=True).print)
     print(json_text(result) if as_json else weights_table(result["rows"]))
 
 

@@ -1,39 +1,26 @@
-"""Duration of a transfer of weights from the trainer to an engine in another process, for each transport.
+"""Duration of an update of the weights of 1, 2, 4 and 8 engine processes, beside bare broadcasts to the same processes.
 
-Every transport moves the same tensors. The same run also measures a memory copy of the same size and, for the process
-group, a bare broadcast of one flat tensor. Rows are medians over rounds.
+An update counts from the call of `send` until the last engine has the weights in its own memory. Loopback: all
+processes share the cores of this machine. Limited links: each process has a network namespace, with a link of 1 Gbit/s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import shutil
-import socket
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from midflight.errors import RecipeError, WorkerError
-from midflight.report.machine import describe_machine, num_cores
+from benchmarks.limited_links import limited_links, why_impossible
+from benchmarks.weight_processes import Load, measure
+from midflight.errors import RecipeError
+from midflight.report.machine import describe_machine
 from midflight.types import TensorSpec
-from midflight.weights.files import FileReceiver, FileSender
-from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver, ProcessGroupSender
-from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from midflight.weights.specs import specs_of, torch_dtype
+from midflight.weights.specs import num_bytes
 
-_TIMEOUT_S = 120.0
-_BROADCAST = "broadcast"  # message that asks the other process to join a bare broadcast
+_RATE = "1gbit"
+_MAX_OVER_BROADCAST = 1.3
+_MAX_OVER_ONE_ENGINE = 3.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,221 +60,81 @@ SIZES = {
 }
 
 
-def bench_weights(sizes: tuple[str, ...], dtype: str, rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all transports; return a row per size and transport.
-
-    `of_memcpy` is the rate of publishing over the rate of a memory copy. `over_broadcast` is the time of publishing
-    over the time of a bare broadcast, the median over rounds.
-    Units: seconds; `*_gb_per_s`: 10^9 bytes per second.
-    Raises: RecipeError if a size does not exist; WorkerError if the receiving process fails.
-    """
-    unknown = [size for size in sizes if size not in SIZES]
-    if unknown:
-        raise RecipeError(f"--sizes: there is no {unknown[0]!r}; known are {', '.join(SIZES)}")
-    torch.set_num_threads(num_cores())
-    rows = []
-    for size in sizes:
-        specs = SIZES[size].specs(dtype)
-        weights = {spec.name: torch.full(spec.shape, 0.5, dtype=torch_dtype(spec)) for spec in specs}
-        num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        copy_s = _memcpy_seconds(num_bytes, rounds)
-        for transport in _TRANSPORTS:
-            row = {
-                "size": size,
-                "parameters": sum(math.prod(spec.shape) for spec in specs),
-                "dtype": dtype,
-                "transport": transport,
-                **_measure(transport, weights, rounds),
-            }
-            row["publish_gb_per_s"] = num_bytes / row["publish_s"] / 1e9
-            row["memcpy_gb_per_s"] = num_bytes / copy_s / 1e9
-            row["of_memcpy"] = copy_s / row["publish_s"]
-            rows.append(row)
-            report(f"{size}, {transport}: {row['publish_s']:.4f} s, {row['publish_gb_per_s']:.2f} GB/s")
-    return {"machine": describe_machine(), "rounds": rounds, "rows": rows}
-
-
-def _memcpy_seconds(num_bytes: int, rounds: int) -> float:
-    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
-    return _median_seconds(lambda: target.copy_(source), rounds)
-
-
-def _measure(transport: str, weights: dict[str, Tensor], rounds: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    with _directory() as directory:
-        process = context.Process(target=_receiving, args=(transport, directory, theirs))
-        process.start()
-        try:
-            return _TRANSPORTS[transport](weights, rounds, directory, ours)
-        finally:
-            with contextlib.suppress(OSError):
-                ours.send(None)
-            process.join(5.0)
-            process.kill()
-            process.join()
-
-
-def _through_directory(
-    sender: SharedMemorySender | FileSender, weights: dict[str, Tensor], rounds: int, receiver: Connection
-) -> dict[str, Any]:
-    sender.announce(specs_of(weights))
-    publish_s, receive_s = [], []
-    for version in range(rounds + 1):  # the first version has to allocate memory pages
-        started = time.perf_counter()
-        sender.send(version, weights.items())
-        publish_s.append(time.perf_counter() - started)
-        receive_s.append(_ask(receiver, version))
-    sender.close()
-    return {"publish_s": statistics.median(publish_s[1:]), "receive_s": statistics.median(receive_s[1:])}
-
-
-def _shared_memory(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: Connection) -> dict[str, Any]:
-    return _through_directory(SharedMemorySender(directory / "weights"), weights, rounds, receiver)
-
-
-def _files(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: Connection) -> dict[str, Any]:
-    return _through_directory(FileSender(directory / "weights"), weights, rounds, receiver)
-
-
-def _process_group(weights: dict[str, Tensor], rounds: int, directory: Path, receiver: Connection) -> dict[str, Any]:
-    """Measure the process group and, in turns with it, a bare broadcast, each until the receiver has everything.
-
-    `handshake_s`: time of publishing a single number, which is the cost of announcement and answer.
-    """
-    sender = ProcessGroupSender("127.0.0.1", timeout_s=_TIMEOUT_S)
-    sender.connect(lambda invitation: _ask(receiver, invitation))
-    bare = _bare_broadcast(sum(tensor.nbytes for tensor in weights.values()), receiver)
-
-    def publish(sent: dict[str, Tensor]) -> float:
-        started = time.perf_counter()
-        sender.send(0, sent, lambda _, announcement: _ask(receiver, announcement))
-        return time.perf_counter() - started
-
-    def broadcast() -> float:
-        receiver.send(_BROADCAST)
-        seconds = bare()
-        _answer(receiver)
-        return seconds
-
-    tiny = {"number": torch.zeros(())}
-    times = [(publish(weights), broadcast(), publish(tiny)) for _ in range(rounds + 1)][1:]
-    sender.close()
-    dist.destroy_process_group()
-    publish_s, broadcast_s, handshake_s = map(statistics.median, zip(*times, strict=True))
-    return {
-        "publish_s": publish_s,
-        "receive_s": None,
-        "handshake_s": handshake_s,
-        "broadcast_s": broadcast_s,
-        "over_broadcast": statistics.median(published / bare for published, bare, _ in times),
-    }
-
-
 @dataclass(frozen=True, slots=True)
-class BareGroup:
-    """Default process group of torch with world size 2, for broadcasts of one flat tensor."""
+class WeightsOptions:
+    """Load of the benchmark. `links`: `loopback`, `limited` or both."""
 
-    port: int
-    num_bytes: int
-
-    def join(self, rank: int) -> Callable[[], float]:
-        """Join the group; return a function that broadcasts and returns the seconds until both ranks are done."""
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{self.port}", rank=rank, world_size=2)
-        flat = torch.ones(self.num_bytes, dtype=torch.uint8)
-
-        def broadcast() -> float:
-            dist.barrier()
-            started = time.perf_counter()
-            dist.broadcast(flat, 0)
-            dist.barrier()
-            return time.perf_counter() - started
-
-        return broadcast
+    size: str
+    dtype: str
+    engines: tuple[int, ...]
+    rounds: int
+    links: tuple[str, ...]
 
 
-def _bare_broadcast(num_bytes: int, receiver: Connection) -> Callable[[], float]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    group = BareGroup(port, num_bytes)
-    receiver.send(group)
-    broadcast = group.join(rank=0)
-    _answer(receiver)
-    return broadcast
+def bench_weights(options: WeightsOptions, report: Callable[[str], None]) -> dict[str, Any]:
+    """Return a row per kind of links and number of engines, and the targets.
+
+    `over_broadcast`: time of an update over the time of a bare broadcast in the same round, the better of one flat
+    tensor and tensor by tensor; median over rounds. `sent_bytes`: bytes that left the trainer's process over TCP.
+    Units: seconds, bytes.
+    Raises: RecipeError if the size does not exist; WorkerError if a process fails.
+    """
+    if options.size not in SIZES:
+        raise RecipeError(f"--size: there is no {options.size!r}; known are {', '.join(SIZES)}")
+    specs = SIZES[options.size].specs(options.dtype)
+    model = {
+        "size": options.size,
+        "parameters": sum(math.prod(spec.shape) for spec in specs),
+        "dtype": options.dtype,
+        "model_bytes": sum(map(num_bytes, specs)),
+    }
+    rows: list[dict[str, Any]] = []
+    for links in options.links:
+        reason = why_impossible() if links == "limited" else None
+        for engines in options.engines:
+            row: dict[str, Any] = {"links": links, "engines": engines, **model}
+            if reason is not None:
+                row["skipped"] = reason
+            elif links == "limited":
+                with limited_links(engines + 1, _RATE) as names:
+                    row |= measure(Load(specs, engines, options.rounds, names))
+            else:
+                row |= measure(Load(specs, engines, options.rounds))
+            rows.append(row)
+            report(_line(row))
+    return {"machine": describe_machine(), "rounds": options.rounds, "rows": rows, "targets": _targets(rows)}
 
 
-_TRANSPORTS: dict[str, Callable[[dict[str, Tensor], int, Path, Connection], dict[str, Any]]] = {
-    "shared_memory": _shared_memory,
-    "files": _files,
-    "process_group": _process_group,
-}
+def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    measured = [row for row in rows if "skipped" not in row]
+    targets = [
+        _target(f"{row['engines']} engines, loopback: update / bare broadcast", row["over_broadcast"])
+        for row in measured
+        if row["links"] == "loopback"
+    ]
+    limited = {row["engines"]: row["seconds"] for row in measured if row["links"] == "limited"}
+    if {1, 8} <= limited.keys():
+        name = f"links of {_RATE}: update of 8 engines / of 1"
+        targets.append(_target(name, limited[8] / limited[1], _MAX_OVER_ONE_ENGINE))
+    return targets
 
 
-def _receiving(transport: str, directory: Path, sender: Connection) -> None:
-    """Run the receiving process: receive as told, and answer with the duration (seconds)."""
-    torch.set_num_threads(num_cores())
-    path = directory / "weights"
-    bare: Callable[[], float] | None = None
-    receiver: Any = {"shared_memory": SharedMemoryReceiver, "files": FileReceiver}.get(transport, lambda _: None)(path)
-    while (message := sender.recv()) is not None:
-        started = time.perf_counter()
-        match message:
-            case Invitation():
-                receiver = ProcessGroupReceiver(message)
-            case Announcement():
-                receiver.receive(message)
-            case BareGroup():
-                bare = message.join(rank=1)
-            case str():
-                assert bare is not None
-                bare()
-            case version:
-                assert receiver.receive()[0] == version
-        sender.send(time.perf_counter() - started)
-
-
-def _ask(receiver: Connection, message: object) -> float:
-    receiver.send(message)
-    return _answer(receiver)
-
-
-def _answer(receiver: Connection) -> float:
-    if not receiver.poll(_TIMEOUT_S):
-        raise WorkerError(f"the receiving process did not answer within {_TIMEOUT_S:g} s")
-    try:
-        return float(receiver.recv())
-    except EOFError as error:
-        raise WorkerError("the receiving process failed") from error
-
-
-def _median_seconds(call: Callable[[], object], rounds: int) -> float:
-    call()
-    seconds = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-@contextlib.contextmanager
-def _directory() -> Iterator[Path]:
-    """Make a temporary directory, in shared memory if the system has it, as in a run."""
-    shared_memory = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="midflight-bench-", dir=shared_memory if shared_memory.is_dir() else None))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+def _target(name: str, value: float, limit: float = _MAX_OVER_BROADCAST) -> dict[str, Any]:
+    return {"name": name, "value": value, "limit": limit, "holds": value <= limit}
 
 
 def weights_table(rows: list[dict[str, Any]]) -> str:
-    """Render one line per size and transport."""
-    lines = [f"{'size':6}{'transport':16}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}{'of a broadcast':>16}"]
-    for row in rows:
-        broadcast = f"{row['over_broadcast']:.2f}x" if "over_broadcast" in row else "-"
-        lines.append(
-            f"{row['size']:6}{row['transport']:16}{row['publish_s']:>10.4f}{row['publish_gb_per_s']:>8.2f}"
-            f"{100 * row['of_memcpy']:>10.1f} %{broadcast:>16}"
-        )
-    return "\n".join(lines)
+    """Render one line per row."""
+    head = f"{'links':10}{'engines':>8}{'update s':>10}{'send s':>8}{'GB sent':>9}{'broadcast s':>13}{'ratio':>7}"
+    return "\n".join([head + f"{'GB sent':>9}{'shared memory s':>17}", *map(_line, rows)])
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['links']:10}{row['engines']:>8}"
+    if "skipped" in row:
+        return f"{head}  skipped: {row['skipped']}"
+    shared = f"{row['shared_memory_s']:.3f}" if "shared_memory_s" in row else "-"
+    return (
+        f"{head}{row['seconds']:>10.3f}{row['send_s']:>8.3f}{row['sent_bytes'] / 1e9:>9.2f}{row['broadcast_s']:>13.3f}"
+        f"{row['over_broadcast']:>7.2f}{row['flat_bytes'] / 1e9:>9.2f}{shared:>17}"
+    )

@@ -30,7 +30,7 @@ from midflight.weights.specs import torch_dtype
 Phase = str  # "invited", "joined", "announced", "received", or the name of a tensor that has arrived
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """An answer with an error code."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
@@ -76,7 +76,7 @@ class WeightServer:
             def _answer(self, call: Callable[[], dict[str, Any]]) -> None:
                 try:
                     status, body = 200, call()
-                except Refusal as error:
+                except RefusalError as error:
                     status, body = error.status, {"error": {"message": str(error), "code": error.code}}
                 except WeightUpdateError as error:
                     status, body = 400, {"error": {"message": str(error), "code": "weight_update_error"}}
@@ -133,7 +133,7 @@ class WeightServer:
         if specs:
             for spec in specs:
                 if spec != own.get(spec.name):
-                    raise Refusal(400, "weights_do_not_fit", f"tensor {spec.name!r} does not fit the model")
+                    raise RefusalError(400, "weights_do_not_fit", f"tensor {spec.name!r} does not fit the model")
             if self.receiver is None:
                 raise WeightUpdateError("there is no process group; POST /init_process_group first")
             self.at("announced")
@@ -142,7 +142,7 @@ class WeightServer:
                 self.at(name)
             self.at("received")
         elif self.content != body["content"]:
-            raise Refusal(409, "content_unknown", f"there are no weights of content {body['content']}")
+            raise RefusalError(409, "content_unknown", f"there are no weights of content {body['content']}")
         with self.changed:
             self.version, self.content, self.lineage = body["version"], body["content"], body["lineage"]
             self.changed.notify_all()

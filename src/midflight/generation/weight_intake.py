@@ -89,10 +89,11 @@ class WeightIntake:
         if self._receiver is None:
             raise WeightUpdateError("there is no process group; POST /init_process_group first")
         try:
-            yield from self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes)).items()
+            received = self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes))
         except WeightUpdateError:
             self._receiver = None
             raise
+        return iter(received.items())
 
     def _known(self, lineage: str, content: int) -> Iterable[tuple[str, Tensor]]:
         """Check that the engine has tensors of this content; nothing is received then."""

@@ -23,9 +23,8 @@ from midflight.generation.background_client import BackgroundClient
 from midflight.generation.schemas import Model, ModelList, Status, lists_of
 from midflight.generation.token_streams import TokenStreams, reason_of, refusal_of
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
-from midflight.weights.specs import PROTOCOL_VERSION
+from midflight.weights.engine_control import PROTOCOL
 
-TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # environment variable of the server and its clients
 DEFAULT_TIMEOUT_S = 60.0
 NO_VERSION = -1  # weight version of a server whose weights are of another lineage
 STEP_S = 0.05
@@ -158,10 +157,10 @@ class HTTPGenerator:
     def _health(self) -> Status:
         answer = self._call("GET", "/health")
         protocol = answer.get("protocol") if isinstance(answer, dict) else None
-        if protocol != PROTOCOL_VERSION:
+        if protocol != PROTOCOL:
             raise ModelError(
                 f"{self._control.base_url} follows version {protocol} of the protocol, and this client version"
-                f" {PROTOCOL_VERSION}; install the same midflight for both"
+                f" {PROTOCOL}; install the same midflight for both"
             )
         return Status.model_validate(answer)
 

@@ -27,12 +27,13 @@ from midflight.generation.schemas import (
 )
 from midflight.generation.weight_intake import WeightIntake
 from midflight.types import RolloutId
+from midflight.weights.engine_control import PROTOCOL
 from midflight.weights.process_group import Invitation
-from midflight.weights.specs import PROTOCOL_VERSION
+from midflight.weights.progress import Progress
 
 
 def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
-    """Create the control routes except /metrics. All but /health need the admin token."""
+    """Create the control routes except /metrics. All but the GET routes need the admin token."""
     router = APIRouter(tags=["control"], responses=ERROR_RESPONSES)
     admin = [Depends(require_admin)]
 
@@ -41,6 +42,7 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
         return Status(
             status="paused" if driver.paused else "ok",
             in_flight=driver.num_in_flight,
+            backends=weights.backends,
             weight_version=active.version,
             lineage=active.lineage,
             content=active.content,
@@ -83,20 +85,25 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
         """Join the process group that new weights will be sent over; leave the previous group."""
         if body.rank >= body.world_size:
             raise ApiError(400, f"rank is {body.rank}, not 1 to {body.world_size - 1}", param="rank")
-        if body.protocol != PROTOCOL_VERSION:
+        if body.protocol != PROTOCOL:
             raise ApiError(
                 400,
-                f"the sender follows version {body.protocol} of the protocol, and this server version"
-                f" {PROTOCOL_VERSION}; install the same midflight for both",
+                f"the sender follows version {body.protocol} of the protocol, and this server version {PROTOCOL};"
+                " install the same midflight for both",
                 param="protocol",
             )
-        await weights.run_exclusive(lambda: weights.join(Invitation(**body.model_dump(exclude={"protocol"}))))
-        return InitProcessGroupResponse(rank=body.rank, world_size=body.world_size)
+        invitation = Invitation(**body.model_dump(exclude={"protocol"}))
+        return await weights.run_exclusive(lambda: weights.join(invitation))
 
     @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
     async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:
         """Receive the announced tensors while decoding continues; swap them in between two steps if `adopt` is set."""
         return await weights.run_exclusive(lambda: weights.receive(body))
+
+    @router.get("/weights", response_model=Progress)
+    async def weight_progress() -> Progress:
+        """Return the state of the last or running receive; all counts are in bytes."""
+        return weights.progress
 
     @router.post("/adopt", response_model=AdoptResponse, dependencies=admin)
     async def adopt(body: AdoptRequest, request: Request) -> AdoptResponse | Response:

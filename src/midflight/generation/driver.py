@@ -160,7 +160,7 @@ class GeneratorDriver:
         with self._condition:
             self.staged = None
         self._engine.stage(incoming)
-        self._submit(lambda: self._note_staged(staged))
+        self._submit(lambda: self._note_staged(staged)).result()
 
     def adopt(self, lineage: str, version: int) -> Future[Weights]:
         """Sample with this version or a newer one of the lineage as soon as it is staged; the future resolves then."""

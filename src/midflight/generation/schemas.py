@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from midflight.types import GeneratedTokens
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
+from midflight.weights.engine_control import PROTOCOL
 from midflight.weights.process_group import DEFAULT_TIMEOUT_S
-from midflight.weights.specs import PROTOCOL_VERSION
 
 # Rollout ids of clients are below this. The server gives larger ids to requests without one. All ids fit into 53 bits,
 # which every JSON parser represents exactly.
@@ -64,7 +64,7 @@ class InitProcessGroupRequest(Wire):
         DEFAULT_TIMEOUT_S, gt=0, le=3600, description="timeout for joining and for every bucket, seconds"
     )
     backend: Literal["gloo", "nccl"] = "gloo"
-    protocol: int = Field(PROTOCOL_VERSION, description="version of this contract that the sender follows")
+    protocol: int = Field(PROTOCOL, description="version of this contract that the sender follows")
 
 
 class WeightUpdateRequest(Wire):
@@ -219,7 +219,8 @@ class Status(BaseModel):
 
     status: Literal["ok", "paused"]
     in_flight: int
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = PROTOCOL
+    backends: list[str] = Field(description="backends of a process group that the server can join")
     weight_version: int
     lineage: str
     content: int
@@ -229,7 +230,7 @@ class Status(BaseModel):
 
 
 class InitProcessGroupResponse(BaseModel):
-    """The process group that the server has joined."""
+    """The process group that the server has joined. Members that were late are not counted."""
 
     rank: int
     world_size: int

@@ -1,7 +1,7 @@
 """The server's end of weight updates: joins the sender's process group and hands the tensors to the engine.
 
 consumes       tensors, in a thread of its own, while the engine keeps decoding
-waits for      the whole group; one bucket after another
+waits for      the whole group; one tensor after another
 unblocked by   each of them, a timeout, a lost peer, close
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -18,10 +18,12 @@ from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import ApiError
-from midflight.generation.schemas import WeightUpdateRequest, WeightUpdateResponse
+from midflight.generation.schemas import InitProcessGroupResponse, WeightUpdateRequest, WeightUpdateResponse
 from midflight.protocols import IncomingWeights
 from midflight.types import TensorSpec
-from midflight.weights.process_group import Announcement, Invitation, ProcessGroupReceiver
+from midflight.weights.group_receiver import ProcessGroupReceiver
+from midflight.weights.process_group import Announcement, Invitation
+from midflight.weights.progress import Progress
 from midflight.weights.specs import num_bytes
 
 T = TypeVar("T")
@@ -36,6 +38,7 @@ class WeightIntake:
     def __init__(self, driver: GeneratorDriver, expected: Sequence[TensorSpec], device: str = "cpu") -> None:
         self._driver, self._device = driver, device
         self._expected = {spec.name: spec for spec in expected}
+        self.backends = ["gloo"] if device == "cpu" else ["gloo", "nccl"]  # of process groups that it can join
         self._receiver: ProcessGroupReceiver | None = None
         self._lock = asyncio.Lock()
 
@@ -55,13 +58,19 @@ class WeightIntake:
         if receiver is not None:
             receiver.close()
 
-    def join(self, invitation: Invitation) -> None:
+    @property
+    def progress(self) -> Progress:
+        """State of the last or running receive."""
+        return self._receiver.progress() if self._receiver else Progress()
+
+    def join(self, invitation: Invitation) -> InitProcessGroupResponse:
         """Join a process group; leave the previous one.
 
         Raises: WeightUpdateError if the group is not complete in time.
         """
         self.close()
         self._receiver = ProcessGroupReceiver(invitation, self._device)
+        return InitProcessGroupResponse(rank=self._receiver.rank, world_size=self._receiver.world_size)
 
     def receive(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
         """Receive announced weights and stage them; if the request says so, return when they are in use.
@@ -72,8 +81,10 @@ class WeightIntake:
         started_s = time.perf_counter()
         specs = self._check(body)
         content = body.version if body.content is None else body.content
-        tensors = self._tensors(body, specs) if specs else self._known(body.lineage, content)
+        tensors = self._arriving(body, specs) if specs else self._known(body.lineage, content)
         self._driver.stage(IncomingWeights(body.version, content, tensors, lineage=body.lineage))
+        for _ in tensors:  # the engine takes none if it has these tensors, but the transfer must end
+            pass
         pause_s = 0.0
         if body.adopt:
             self._driver.adopt(body.lineage, body.version).result()
@@ -85,20 +96,16 @@ class WeightIntake:
             bytes=sum(map(num_bytes, specs)),
         )
 
-    def _tensors(self, body: WeightUpdateRequest, specs: tuple[TensorSpec, ...]) -> Iterable[tuple[str, Tensor]]:
-        if self._receiver is None:
+    def _arriving(self, body: WeightUpdateRequest, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, Tensor]]:
+        if self._receiver is None or not self._receiver.is_open:
             raise WeightUpdateError("there is no process group; POST /init_process_group first")
-        try:
-            yield from self._receiver.receive(Announcement(body.version, specs, body.bucket_bytes)).items()
-        except WeightUpdateError:
-            self._receiver = None
-            raise
+        return self._receiver.tensors(Announcement(body.version, specs, body.bucket_bytes))
 
-    def _known(self, lineage: str, content: int) -> Iterable[tuple[str, Tensor]]:
+    def _known(self, lineage: str, content: int) -> Iterator[tuple[str, Tensor]]:
         """Check that the engine has tensors of this content; nothing is received then."""
         for weights in (self._driver.active, self._driver.staged):
             if weights and (weights.lineage, weights.content) == (lineage, content):
-                return ()
+                return iter(())
         raise ApiError(409, f"this server has no weights with content {content}; send them", code="content_unknown")
 
     def _check(self, body: WeightUpdateRequest) -> tuple[TensorSpec, ...]:

@@ -17,6 +17,7 @@ from midflight.models.loading import load_config
 from midflight.models.stopping import StopRules
 from midflight.protocols import Generator, LocalEngine, PublishedVersions, WeightReceiver, WeightTransport
 from midflight.run.evaluation import num_slots
+from midflight.run.servers import server_pool
 
 
 @contextmanager
@@ -34,8 +35,6 @@ def open_generator(
     Raises: RecipeError if the transport has no end for an engine in this process.
     """
     if isinstance(recipe.engine, HttpEngineConfig):
-        from midflight.run.servers import server_pool
-
         with server_pool(recipe, run, versions.newest_version() or 0, lineage, note) as pool:
             yield pool
         return

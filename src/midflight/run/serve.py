@@ -19,7 +19,6 @@ from midflight.config.section import OwnSection
 from midflight.engine.cache import PAGE_SIZE, page_bytes
 from midflight.engine.hf_module import module_shape
 from midflight.errors import RecipeError
-from midflight.generation.client import TOKEN_VARIABLE
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
@@ -28,6 +27,7 @@ from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, load_tokenizer, stop_token_ids, weights_of
 from midflight.models.prompts import PromptFormat
 from midflight.models.stopping import StopRules
+from midflight.weights.engine_control import TOKEN_VARIABLE
 from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30

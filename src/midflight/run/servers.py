@@ -22,11 +22,12 @@ from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.config.sections import HttpEngineConfig
 from midflight.errors import MidflightError, ModelError, RequestError
-from midflight.generation.client import TOKEN_VARIABLE, HTTPGenerator
+from midflight.generation.client import HTTPGenerator
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.generation.registry import Entry, read_entries
 from midflight.models.loading import load_config
 from midflight.types import GenerationRequest
+from midflight.weights.engine_control import TOKEN_VARIABLE
 
 LOOK_S = 1.0  # interval between two reads of the registry
 # First and last delay between two attempts to connect; the delay doubles after each failure.

@@ -11,9 +11,6 @@ from torch import Tensor
 from midflight.errors import WeightUpdateError
 from midflight.types import TensorSpec
 
-# Version of the HTTP contract between a sender of weights and an engine; both ends must have the same.
-PROTOCOL_VERSION = 1
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
 
 

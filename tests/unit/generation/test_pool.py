@@ -1,8 +1,7 @@
-"""EnginePool: engines join, leave, are lost, stopped and updated at any time."""
+"""EnginePool: engines join, leave, are lost, stopped and adopt new weights at any time."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,13 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from midflight.concurrency.background import run_at_once, run_in_background
-from midflight.errors import GenerationLostError, NonFiniteWeightsError, RequestError, WeightUpdateError
-from midflight.generation.members import PATIENCE_S
+from midflight.errors import GenerationError, GenerationLostError, NonFiniteWeightsError, RequestError
+from midflight.generation.members import NO_VERSION, PATIENCE_S
 from midflight.generation.placement import newest_version_of
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.types import (
@@ -42,14 +40,17 @@ class Arrivals:
 
 
 class FakeEngine:
-    """Client of a simulated server: tokens arrive in chunks of `chunk_tokens`; the rest are lost with the server."""
+    """Client of a simulated server: tokens arrive in chunks of `chunk_tokens`; the rest are lost with the server.
+
+    If `holds_back`, the server adopts the version it was asked for when the test calls `receive`.
+    """
 
     num_engines = 1
-    update_pending = False
 
-    def __init__(self, arrivals: Arrivals, chunk_tokens: int = 1) -> None:
-        self.arrivals, self.chunk_tokens = arrivals, chunk_tokens
-        self.weight_version: int | None = None
+    def __init__(self, arrivals: Arrivals, chunk_tokens: int = 1, holds_back: bool = False) -> None:
+        self.arrivals, self.chunk_tokens, self.holds_back = arrivals, chunk_tokens, holds_back
+        self.weight_version = self.wanted = NO_VERSION
+        self.refusal: Exception | None = None  # raised by the next step
         self.is_lost = self.is_stopped = self.hung_up = False
         self.refuses: str | None = None
         self.running: dict[RolloutId, tuple[GenerationRequest, list[int], int]] = {}  # request, versions, num resumed
@@ -64,7 +65,7 @@ class FakeEngine:
         if self.refuses:
             raise RequestError(self.refuses)
         for request in requests:
-            assert self.weight_version is not None, "a request was added before the first weights"
+            assert self.weight_version != NO_VERSION, "a request was added before the first weights"
             versions = request.generated.weight_versions.tolist() if request.generated else []
             assert newest_version_of(request) <= self.weight_version, "a token of the request is newer"
             self.running[request.rollout_id] = request, versions, len(versions)
@@ -77,11 +78,13 @@ class FakeEngine:
     def step(self) -> list[Completion]:
         if self.is_lost and self.running:
             raise GenerationLostError("the stream broke off")
+        if refusal := self.refusal:
+            self.refusal = None
+            raise refusal
         if self.is_stopped:
             return [self._take(rollout_id, FinishReason.ABORT) for rollout_id in list(self.running)]
         ended = []
         for rollout_id, (request, versions, _) in list(self.running.items()):
-            assert self.weight_version is not None
             versions.append(self.weight_version)
             if len(versions) == request.sampling.max_tokens:
                 ended.append(self._take(rollout_id, FinishReason.LENGTH))
@@ -90,10 +93,15 @@ class FakeEngine:
     def abort(self, rollout_ids: list[RolloutId]) -> list[Completion]:
         return [self._take(key, FinishReason.ABORT) for key in rollout_ids if key in self.running]
 
-    def update_weights(self, version: int, weights: object) -> None:
-        if self.is_lost:
-            raise WeightUpdateError("the receiver is gone")
-        self.weight_version = version
+    def adopt(self, version: int) -> None:
+        self.wanted = max(self.wanted, version)
+        if not self.holds_back:
+            self.weight_version = max(self.weight_version, version)
+
+    def receive(self, version: int | None = None) -> None:
+        """Weights of this version arrive, by default of the version asked for."""
+        if not self.is_lost:
+            self.weight_version = max(self.weight_version, self.wanted if version is None else version)
 
     def hang_up(self) -> None:
         self.hung_up = True
@@ -122,13 +130,14 @@ class Controls:
 
     def __init__(self, **options: object) -> None:
         self.arrivals, self.now_s, self.logged = Arrivals(), 0.0, list[str]()
-        self.deferred: list[tuple[Callable[[], None], Future[None]]] | None = None
+        self.recalls: list[tuple[Callable[[], None], Future[None]]] | None = None
         hooks = PoolHooks(log=self._log, left=self._log)
-        self.pool = EnginePool(0, {}, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
+        self.pool = EnginePool(0, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
         self.engines: dict[str, FakeEngine] = {}
+        self.hold_back = False  # for engines that join later
 
     def join(self, chunk_tokens: int = 1) -> FakeEngine:
-        name, engine = f"e{len(self.engines)}", FakeEngine(self.arrivals, chunk_tokens)
+        name, engine = f"e{len(self.engines)}", FakeEngine(self.arrivals, chunk_tokens, self.hold_back)
         self.engines[name] = engine
         self.pool.join(name, engine, engine.hang_up)  # type: ignore[arg-type]
         return engine
@@ -137,19 +146,20 @@ class Controls:
         self.logged.append(f"{name} {text}")
 
     def defer(self) -> None:
-        """Hold back background calls from now on, until `finish`."""
-        self.deferred = []
+        """From now on, weights arrive only at `receive`, and the calls of the pool in the background at `finish`."""
+        self.recalls, self.hold_back = [], True
+        for engine in self.engines.values():
+            engine.holds_back = True
 
     def finish_recalls(self) -> None:
-        """Run the deferred calls that take requests back from members that were set aside."""
-        assert self.deferred is not None
-        for index in reversed(range(len(self.deferred))):
-            if isinstance(self.deferred[index][0], functools.partial):
-                self.finish(index)
+        """Run the deferred calls, which take requests back from members that were set aside."""
+        assert self.recalls is not None
+        while self.recalls:
+            self.finish()
 
     def finish(self, index: int = 0) -> None:
-        assert self.deferred is not None
-        function, future = self.deferred.pop(index)
+        assert self.recalls is not None
+        function, future = self.recalls.pop(index)
         try:
             future.set_result(function())
         except Exception as error:
@@ -164,10 +174,10 @@ class Controls:
         return done
 
     def _run(self, function):  # type: ignore[no-untyped-def]
-        if self.deferred is None:
+        if self.recalls is None:
             return run_at_once(function)
         future: Future[None] = Future()
-        self.deferred.append((function, future))
+        self.recalls.append((function, future))
         return future
 
 
@@ -219,9 +229,7 @@ def test_request_finished_before_its_engine_was_lost_completes() -> None:
     controls.pool.step()
     abort = engine.abort
     engine.abort = lambda rollout_ids: abort([key for key in rollout_ids if key != 0])  # type: ignore[method-assign]
-    controls.defer()
-    controls.pool.update_weights(1, {})
-    controls.now_s = 1000
+    controls.pool.lose("e0", "it hangs")
     (completion,) = controls.pool.step()
     check(completion, num_tokens=2)
     assert controls.pool.num_in_flight == 1
@@ -246,23 +254,34 @@ def test_requests_wait_for_an_engine_until_the_join_timeout() -> None:
         pool.step()
 
 
-def test_new_member_gets_newest_weights_before_requests() -> None:
+def test_new_member_gets_requests_after_its_weights() -> None:
     controls = Controls()
-    controls.pool.update_weights(5, {})
-    assert controls.pool.weight_version == 5
     controls.defer()
     engine = controls.join()
     controls.pool.add([request(0)])
+    controls.pool.adopt(1)
     assert controls.pool.step() == []
-    assert not engine.running
-    controls.pool.update_weights(6, {})
-    controls.finish()
+    assert (engine.wanted, list(engine.running)) == (1, [])
+    engine.receive()
     controls.pool.step()
-    assert (engine.weight_version, list(engine.running)) == (5, []), "the member sampled with old weights"
-    controls.finish()
+    assert (engine.weight_version, list(engine.running), controls.pool.weight_version) == (1, [0], 1)
+    assert controls.logged == ["e0 joined with weights of version 1"]
+
+
+def test_member_with_weights_of_the_pool_joins_at_once() -> None:
+    """A server that was in the run before has the weights already, although a newer version is on its way."""
+    controls = Controls()
+    first = controls.join()
+    controls.defer()
+    controls.pool.adopt(1)
+    second = FakeEngine(controls.arrivals, holds_back=True)
+    second.receive(0)
+    controls.pool.join("again", second)  # type: ignore[arg-type]
+    assert (controls.pool.num_engines, controls.pool.weight_version) == (2, 0)
+    assert second.wanted == 1
+    first.receive()
     controls.pool.step()
-    assert (engine.weight_version, list(engine.running)) == (6, [0])
-    assert controls.logged[-1] == "e0 joined with weights of version 6"
+    assert controls.pool.weight_version == 0
 
 
 def test_slow_joining_member_does_not_delay_updates() -> None:
@@ -270,68 +289,52 @@ def test_slow_joining_member_does_not_delay_updates() -> None:
     first = controls.join()
     pool = controls.pool
     pool.add([request(0, num_tokens=20)])
-    controls.defer()
+    controls.hold_back = True
     slow = controls.join()
     for version in (1, 2, 3):
-        pool.update_weights(version, {})
-        controls.finish(-1)
+        pool.adopt(version)
         pool.step()
-        assert (pool.weight_version, pool.update_pending, first.weight_version) == (version, False, version)
-    controls.finish()
+        assert (pool.weight_version, first.weight_version) == (version, version)
+    slow.receive(0)
     pool.step()
     assert (slow.weight_version, pool.num_engines, pool.weight_version) == (0, 1, 3)
     assert controls.logged[-1] == (
         "e1 gets no requests until it has caught up: it has version 0, and others sample with 3"
     )
-    controls.finish()
+    slow.receive()
     pool.step()
     assert (slow.weight_version, pool.num_engines, pool.weight_version) == (3, 2, 3)
     assert controls.logged[-1] == "e1 joined with weights of version 3"
 
 
-def test_slow_member_receives_a_copy_of_its_weights() -> None:
-    """The caller reuses its tensors for the next version, so a deferred transfer must send a copy."""
-    controls, sent = Controls(), list[int]()
-    buffer = {"weight": torch.ones(1)}
-    controls.defer()
-    engine = controls.join()
-    engine.update_weights = lambda version, weights: sent.append(int(weights.get("weight", torch.zeros(1))))  # type: ignore[method-assign, attr-defined]
-    controls.pool.update_weights(1, buffer)
-    controls.finish()
-    controls.pool.step()
-    buffer["weight"].fill_(2)
-    controls.finish()
-    assert sent == [0, 1]
-
-
-def test_slow_update_sets_a_member_aside_until_caught_up() -> None:
-    controls = Controls(update_timeout_s=100.0)
-    slow, other = controls.join(), controls.join()
+def test_late_member_is_set_aside_until_caught_up() -> None:
+    controls = Controls()
+    late, other = controls.join(), controls.join()
     pool = controls.pool
     pool.add([request(0), request(4)])
     pool.step()
     controls.defer()
-    pool.update_weights(1, {})
-    controls.finish(1)
+    pool.adopt(1)
+    other.receive()
     pool.step()
-    assert (pool.update_pending, pool.weight_version) == (True, 0)
+    assert pool.weight_version == 0
     controls.now_s = PATIENCE_S * 1.5
     pool.step()
-    assert (pool.update_pending, pool.weight_version, pool.num_engines) == (False, 1, 1)
-    assert list(slow.running) == [0], "the recall is deferred, so the requests must still be there"
+    assert (pool.weight_version, pool.num_engines) == (1, 1)
+    assert list(late.running) == [0], "the recall is deferred, so the requests must still be there"
     controls.finish_recalls()
     pool.step()
     assert sorted(other.running) == [0, 4]
-    pool.update_weights(2, {})
-    controls.finish(-1)
+    pool.adopt(2)
+    other.receive()
     pool.step()
-    assert (pool.weight_version, slow.weight_version) == (2, 0)
-    controls.finish()
+    assert (pool.weight_version, late.weight_version) == (2, 0)
+    late.receive(1)
     pool.step()
-    assert (pool.num_engines, slow.weight_version) == (1, 1)
-    controls.finish()
+    assert pool.num_engines == 1
+    late.receive()
     pool.step()
-    assert (pool.num_engines, slow.weight_version) == (2, 2)
+    assert pool.num_engines == 2
     assert controls.logged[2:] == [
         "e0 gets no requests until it has caught up: it has version 0, and others sample with 1"
     ]
@@ -341,19 +344,54 @@ def test_slow_update_sets_a_member_aside_until_caught_up() -> None:
     assert np.unique(done[0].generated.weight_versions).tolist() == [0, 2]
 
 
+def test_members_are_late_only_behind_most_others() -> None:
+    """No member is set aside while only a minority has a version, however long its update takes."""
+    controls = Controls()
+    engines = [controls.join() for _ in range(3)]
+    controls.defer()
+    controls.pool.adopt(1)
+    controls.now_s = 100
+    engines[0].receive()
+    controls.pool.step()
+    assert (controls.pool.num_engines, controls.pool.weight_version) == (3, 0)
+    engines[1].receive()
+    controls.now_s = 199
+    controls.pool.step()
+    assert controls.pool.num_engines == 3, "the median of the others is 100 s"
+    controls.now_s = 399
+    controls.pool.step()
+    assert (controls.pool.num_engines, controls.pool.weight_version) == (2, 1)
+    assert controls.pool.names == {"e0", "e1", "e2"}
+
+
+def test_wishes_for_newer_versions_keep_the_age_of_the_oldest() -> None:
+    """A version that is asked for every second must not hide that a member has not moved for long."""
+    controls = Controls()
+    late, other = controls.join(), controls.join()
+    controls.defer()
+    for version in range(1, 5):
+        controls.pool.adopt(version)
+        other.receive()
+        controls.now_s += PATIENCE_S * 0.4
+        controls.pool.step()
+    assert controls.pool.num_engines == 1
+    assert controls.pool.weight_version == 4
+    assert late.wanted == 4
+
+
 def test_lost_member_set_aside_returns_its_requests() -> None:
-    controls = Controls(update_timeout_s=100.0)
-    slow, other = controls.join(), controls.join()
+    controls = Controls()
+    late, other = controls.join(), controls.join()
     pool = controls.pool
     pool.add([request(0), request(4)])
     pool.step()
     controls.defer()
-    pool.update_weights(1, {})
-    controls.finish(1)
+    pool.adopt(1)
+    other.receive()
     pool.step()
     controls.now_s = PATIENCE_S * 1.5
     pool.step()
-    slow.is_lost = True
+    late.is_lost = True
     pool.lose("e0", "it hangs")
     assert "e0 left: it hangs; 1 rollouts go on elsewhere" in controls.logged
     pool.step()
@@ -370,73 +408,98 @@ def test_pool_version_is_the_oldest_of_its_members() -> None:
     pool.add([request(rollout_id) for rollout_id in (0, 4)])
     pool.step()
     controls.defer()
-    pool.update_weights(1, {})
-    controls.finish(0)
+    pool.adopt(1)
+    first.receive()
     pool.step()
     assert (first.weight_version, second.weight_version, pool.weight_version) == (1, 0, 0)
-    assert pool.update_pending
     first.is_lost = True
     pool.step()
     assert list(second.running) == [4], "a sequence with tokens of version 1 must not continue at version 0"
     assert len(pool.generated(RolloutId(0))) == 2
-    controls.finish(0)
+    second.receive()
     pool.step()
     assert (pool.weight_version, sorted(second.running)) == (1, [0, 4])
     for completion in controls.drain().values():
         check(completion)
 
 
+def test_pool_version_stays_while_no_member_samples() -> None:
+    controls = Controls()
+    first = controls.join()
+    controls.pool.adopt(3)
+    controls.pool.step()
+    controls.defer()
+    controls.pool.adopt(4)
+    controls.pool.lose("e0", "it hangs")
+    assert (first.weight_version, controls.pool.weight_version) == (3, 3)
+    second = controls.join()
+    second.receive(2)
+    controls.pool.step()
+    assert controls.pool.weight_version == 3
+    second.receive()
+    controls.pool.step()
+    assert (controls.pool.num_engines, controls.pool.weight_version) == (1, 4)
+
+
 def test_new_requests_wait_for_an_update_of_an_idle_pool() -> None:
-    """An idle pool behaves like an idle engine, which adopts weights at once: all new tokens have one version."""
+    """An idle pool behaves like an idle engine: all new tokens have the version asked for."""
     controls = Controls()
     engine = controls.join()
     controls.defer()
-    controls.pool.update_weights(1, {})
+    controls.pool.adopt(1)
     controls.pool.add([request(0)])
     controls.pool.step()
     assert not engine.running
-    controls.finish()
+    engine.receive()
     (completion,) = controls.drain().values()
     assert set(completion.generated.weight_versions.tolist()) == {1}
 
 
-def test_member_with_failed_or_late_update_leaves() -> None:
-    controls = Controls(update_timeout_s=10.0)
-    _, second, third = controls.join(), controls.join(), controls.join()
-    pool = controls.pool
-    pool.add([request(rollout_id) for rollout_id in range(12)])
-    controls.defer()
-    pool.update_weights(1, {})
-    third.is_lost = True
-    controls.finish(2)
-    controls.finish(1)
-    pool.step()
-    assert pool.names == {"e0", "e1"}
-    assert "e2 left: the receiver is gone; 4 rollouts go on elsewhere" in controls.logged
-    controls.now_s = 11
-    pool.step()
-    assert pool.names == {"e1"}
-    assert not pool.update_pending
-    assert "e0 left: it did not take version 1 in 10 s; 8 rollouts go on elsewhere" in controls.logged
-    assert len(second.running) == 12
-    assert len(controls.drain()) == 12
+def test_member_ahead_of_the_wish_gets_requests_last() -> None:
+    """An evaluation is of one version: a server that has got a newer one already leaves the requests to the others."""
+    controls = Controls()
+    first, ahead = controls.join(), controls.join()
+    ahead.receive(1)
+    controls.pool.step()
+    controls.pool.add([request(4 * index) for index in range(6)])
+    assert (len(first.running), len(ahead.running)) == (6, 0)
+    controls.pool.lose("e0", "it hangs")
+    controls.pool.step()
+    assert len(ahead.running) == 6, "better than to wait"
+    for completion in controls.drain().values():
+        check(completion)
 
 
-def test_non_finite_weights_raise_and_keep_the_member() -> None:
-    """Every member would refuse these weights, so replacing the member and retrying would never end."""
+def test_late_or_repeated_wishes_change_nothing() -> None:
+    controls = Controls()
+    engine = controls.join()
+    asked = list[int]()
+    adopt = engine.adopt
+    engine.adopt = lambda version: (asked.append(version), adopt(version))[1]  # type: ignore[method-assign, func-returns-value]
+    for version in (2, 2, 1, 3):
+        controls.pool.adopt(version)
+    assert asked == [2, 3]
+
+
+def test_member_that_refuses_to_adopt_leaves() -> None:
+    controls = Controls()
+    _, second = controls.join(), controls.join()
+    controls.pool.add([request(0)])
+    second.refusal = GenerationError("it does not adopt version 1: the admin token is wrong")
+    controls.pool.step()
+    assert controls.pool.names == {"e0"}
+    assert "e1 left: it does not adopt version 1: the admin token is wrong" in controls.logged
+
+
+def test_error_of_an_update_reaches_the_caller_and_keeps_the_member() -> None:
     controls = Controls()
     engine = controls.join()
     controls.pool.add([request(0)])
-
-    def refuse(version: int, weights: object) -> None:
-        raise NonFiniteWeightsError("x has NaN or infinite values")
-
-    engine.update_weights = refuse  # type: ignore[method-assign]
+    engine.refusal = NonFiniteWeightsError("x has NaN or infinite values")
     with pytest.raises(NonFiniteWeightsError, match="x has NaN"):
-        controls.pool.update_weights(3, {})
+        controls.pool.step()
     assert (controls.pool.names, controls.pool.weight_version) == (frozenset({"e0"}), 0)
-    with pytest.raises(WeightUpdateError, match="version 2 is older than version 3, which was sent"):
-        controls.pool.update_weights(2, {})
+    check(controls.drain()[0])
 
 
 def test_leaving_member_finishes_and_stopped_member_hands_over() -> None:
@@ -449,8 +512,8 @@ def test_leaving_member_finishes_and_stopped_member_hands_over() -> None:
     pool.leave("unknown", "")
     pool.add([request(8)])
     assert (list(first.running), list(second.running), pool.num_engines) == ([0], [4, 8], 1)
-    pool.update_weights(1, {})
-    assert first.weight_version == 1, "a leaving member must still get new weights"
+    pool.adopt(1)
+    assert first.weight_version == 1, "a leaving member must still be asked to adopt new weights"
     third = controls.join()
     second.is_stopped = True
     pool.step()
@@ -509,7 +572,7 @@ def test_invalid_request_is_refused_without_members() -> None:
     def refuse(request: GenerationRequest) -> None:
         raise RequestError("too long")
 
-    pool = EnginePool(0, {}, hooks=PoolHooks(validate=refuse))
+    pool = EnginePool(0, hooks=PoolHooks(validate=refuse))
     with pytest.raises(RequestError, match="too long"):
         pool.add([request(0)])
     assert pool.num_in_flight == 0
@@ -541,7 +604,7 @@ def test_abort_covers_lost_members_and_waiting_requests() -> None:
 def test_step_waits_once_for_many_remote_members() -> None:
     """All members set one event, so that a single wait covers them and no event is lost."""
     ended = threading.Event()
-    pool = EnginePool(0, {}, run=run_in_background, ended=ended)
+    pool = EnginePool(0, run=run_in_background, ended=ended)
     engines = [FakeEngine(Arrivals()) for _ in range(20)]
     waits = list[float]()
 
@@ -554,8 +617,6 @@ def test_step_waits_once_for_many_remote_members() -> None:
     for index, engine in enumerate(engines):
         pool.join(str(index), engine)  # type: ignore[arg-type]
     assert pool.wait_for_member(60)
-    while pool.update_pending:
-        pool.step()
     waits.clear()
     pool.add([request(0)])
     assert pool.step() == []
@@ -563,20 +624,19 @@ def test_step_waits_once_for_many_remote_members() -> None:
 
 
 # Weighted so that the hardest case is frequent: an engine is lost while others have or receive newer weights.
-KINDS = ["step"] * 6 + ["add"] * 4 + ["finish"] * 4 + ["update"] * 3 + ["join"] * 2
+KINDS = ["step"] * 6 + ["add"] * 4 + ["receive"] * 4 + ["finish"] + ["adopt"] * 3 + ["join"] * 2
 KINDS += ["lose", "stop", "leave", "late", "abort"]
 
 
 def test_later_turn_uses_weights_no_older_than_its_prompt() -> None:
-    controls = Controls(update_timeout_s=1e9)
-    engines = [controls.join() for _ in range(2)]
+    controls = Controls()
+    updated, other = controls.join(), controls.join()
     controls.pool.add([request(40, 100)])
     controls.defer()
-    controls.pool.update_weights(1, {})
-    controls.finish()
+    controls.pool.adopt(1)
+    updated.receive()
     controls.pool.step()
     controls.pool.add([replace(request(4 * index), first_position=3, prompt_version=1) for index in range(4)])
-    updated, other = sorted(engines, key=lambda engine: -(engine.weight_version or 0))
     assert set(map(int, updated.running)) >= {0, 4, 8, 12}
     assert not set(map(int, other.running)) & {0, 4, 8, 12}
 
@@ -586,7 +646,7 @@ actions = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1000)), min_
 
 @given(actions)
 def test_every_request_completes_once_under_any_events(steps: list[tuple[str, int]]) -> None:
-    controls = Controls(update_timeout_s=50.0, join_timeout_s=1e9)
+    controls = Controls(join_timeout_s=1e9)
     for chunk_tokens in (1, 2, 3):
         controls.join(chunk_tokens)
     controls.defer()
@@ -613,11 +673,13 @@ def test_every_request_completes_once_under_any_events(steps: list[tuple[str, in
                 engine.is_stopped = True
             case "leave" if engine:
                 pool.leave(names[number % len(names)], "asked to")
-            case "update" if not pool.update_pending:
+            case "adopt":
                 newest += 1
-                pool.update_weights(newest, {})
-            case "finish" if controls.deferred:
-                controls.finish(number % len(controls.deferred))
+                pool.adopt(newest)
+            case "receive" if engine:
+                engine.receive(min(newest, engine.weight_version + number % 3))
+            case "finish" if controls.recalls:
+                controls.finish(number % len(controls.recalls))
             case "late":
                 controls.now_s += 30
             case "add":
@@ -627,9 +689,9 @@ def test_every_request_completes_once_under_any_events(steps: list[tuple[str, in
             case "abort" if min_version:
                 controls.finish_recalls()  # `abort` waits for recalls, so deferred ones must end first
                 ids = [RolloutId(key) for key in min_version if key not in done and key % 2 == number % 2]
-                deferred, controls.deferred = controls.deferred, None
+                recalls, controls.recalls = controls.recalls, None
                 aborted = pool.abort(ids)
-                controls.deferred = deferred
+                controls.recalls = recalls
                 for completion in aborted:
                     generated = completion.generated if len(completion.generated) else None
                     original = request(completion.rollout_id, lengths[completion.rollout_id])
@@ -640,8 +702,8 @@ def test_every_request_completes_once_under_any_events(steps: list[tuple[str, in
         seen_version = pool.weight_version
         assert pool.num_in_flight == next_id - len(done)
     controls.finish_recalls()
-    controls.deferred = None
-    controls.now_s += 100  # past the update timeout: members without the new weights leave
+    controls.recalls, controls.hold_back = None, False
+    controls.now_s += 1e6  # members without the newest weights are set aside
     controls.join()
     take(list(controls.drain().values()))
     assert sorted(done) == list(range(next_id))

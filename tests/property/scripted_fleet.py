@@ -69,7 +69,7 @@ class Server(ScriptedGenerator):
 
 @dataclass
 class _Link:
-    """What one server of the chain has received and passed on."""
+    """Bytes that one server of the chain has received and passed on."""
 
     received: int = 0
     passed_on: int = 0

@@ -1,7 +1,7 @@
 """A fleet on a virtual clock: engines join, leave, die, hang and are slow at any moment, while versions are sent.
 
-The rollout loop, the schedules, the pool, the table of engines of the sender and its verdicts on slow ones are real. The
-engines and the network are scripted. A tick is one iteration of the rollout loop.
+The rollout loop, the schedules, the pool, the table of engines of the sender and its verdicts on slow ones are real.
+The engines and the network are scripted. A tick is one iteration of the rollout loop.
 """
 
 from __future__ import annotations

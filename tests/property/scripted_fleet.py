@@ -37,7 +37,7 @@ class Server(ScriptedGenerator):
     def __init__(self, name: str, length_of: Callable[[int], int], rate: int, written_at: int) -> None:
         super().__init__(length_of)
         self.name, self.rate, self.entry = name, rate, Entry(name, written_at)
-        self.weight_version = self.staged = NO_VERSION
+        self.weight_version = self.staged = self.wish = NO_VERSION
         self.hangs_since: int | None = None
         self.is_dead = False
         self.num_tokens = 0
@@ -56,15 +56,13 @@ class Server(ScriptedGenerator):
             raise GenerationLostError("the server is gone")
         if self.hangs_since is not None:
             return []
+        if self.weight_version < self.wish <= self.staged:
+            self.weight_version = self.staged
         self.num_tokens += self.num_in_flight
         return super().step()
 
     def adopt(self, version: int) -> None:
-        self._asked = max(self._asked, version)
-
-    def _advance_update(self) -> None:
-        if self.weight_version < self._asked <= self.staged:
-            self.weight_version = self.staged
+        self.wish = max(self.wish, version)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from midflight.errors import GenerationLostError
 from midflight.generation.members import NO_VERSION
 from midflight.testing.fakes import ScriptedGenerator
-from midflight.types import Completion, GenerationRequest
+from midflight.types import Completion, GenerationRequest, RolloutId
 from midflight.weights.membership import Membership
 from midflight.weights.progress import ChainWatch, Progress
 
@@ -60,6 +60,10 @@ class Server(ScriptedGenerator):
             self.weight_version = self.staged
         self.num_tokens += self.num_in_flight
         return super().step()
+
+    def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        """Stop these requests; the ones that an earlier call has taken are ignored, as over HTTP."""
+        return super().abort([rollout_id for rollout_id in rollout_ids if rollout_id in self._versions])
 
     def adopt(self, version: int) -> None:
         self.wish = max(self.wish, version)

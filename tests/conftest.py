@@ -38,6 +38,14 @@ settings.register_profile("midflight", deadline=None, derandomize=SOAK == 1, max
 settings.load_profile("midflight")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the number of faults that the tests injected: each prints a line `fault: ...`."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    lines = [line for report in reports for line in report.capstdout.splitlines() if line.startswith("fault: ")]
+    if lines:
+        terminalreporter.write_line(f"{len(lines)} faults injected")
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:

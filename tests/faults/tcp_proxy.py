@@ -219,12 +219,12 @@ class TcpProxy:
         self.num_accepted = 0
         self.refuses = False  # True: new connections are reset
         self.plan, self._rewrite, self._loop = plan, rewrite, loop
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.address: Address = self._listener.getsockname()[:2]
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.address: Address = self.listener.getsockname()[:2]
         self._serving = asyncio.run_coroutine_threadsafe(self._serve(), loop)
 
     async def _serve(self) -> None:
-        async with await asyncio.start_server(self._accept, sock=self._listener) as server:
+        async with await asyncio.start_server(self._accept, sock=self.listener) as server:
             await server.serve_forever()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -275,10 +275,7 @@ class TcpProxy:
         half.tail = (half.tail + chunk)[-_TAIL_BYTES:]
 
     def close(self) -> None:
-        """Stop listening and reset all connections."""
-        self._loop.call_soon_threadsafe(self._close)
-
-    def _close(self) -> None:
+        """Stop listening and reset all connections. Called in the thread of the proxies."""
         self._serving.cancel()
         for connection in list(self.connections):
             connection.reset()
@@ -298,9 +295,7 @@ class ProxyLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for proxy in self._proxies:
-            proxy.close()
-        self.call(self._cancel_all)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -323,10 +318,16 @@ class ProxyLoop:
 
         asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
-    def _cancel_all(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            if task is not asyncio.current_task(self._loop):
-                task.cancel()
+    async def _close(self) -> None:
+        for proxy in self._proxies:
+            proxy.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for proxy in self._proxies:
+            proxy.listener.close()
+        await asyncio.sleep(0)  # transports close their sockets in the next turn of the loop
 
 
 def in_answer(effect: Effect, after_bytes: int = 0) -> Effect:

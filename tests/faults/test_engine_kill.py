@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(600)]
 MAX_LAG = 6
 REMOTE = (
     "engine.type=http",
-    "engine.update_timeout_s=5",
+    "weights.timeout_s=5",
     "schedule.type=pipeline",
     "schedule.num_in_flight=16",
     f"schedule.max_lag={MAX_LAG}",
@@ -49,7 +49,7 @@ def metric(url: str, name: str) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith(f"midflight_{name} "))
 
 
-def test_a_run_survives_engines_that_die_stop_and_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_survives_engines_that_die_leave_and_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, task = RunDirectory(tmp_path / "run"), long_sums(tmp_path, monkeypatch)
     settings = (f"run.directory={directory.path}", *SETTINGS, *REMOTE, *task)
     with training(RECIPE, *settings) as process, ExitStack() as stack:
@@ -75,20 +75,13 @@ def test_a_run_survives_engines_that_die_stop_and_join(tmp_path: Path, monkeypat
         second.wait(TIMEOUT_S)
         assert {entry.url for entry in read_entries(directory.engines).values() if entry} == {urls[0], urls[2]}
         run.wait_for_steps(6)
-
-        names = [url.removeprefix("http://").replace(":", "-") for url in urls]
-        third.send_signal(signal.SIGSTOP)
-        print("fault: SIGSTOP to an engine that gets weights", flush=True)
-        run.wait_until(lambda: run.num_said(f"engine {names[2]} left: ") == 1)
-        third.send_signal(signal.SIGCONT)
-        run.wait_until(lambda: run.num_said(f"engine {names[2]} joined with weights of version ") == 2)
-        run.wait_for_steps(3)
         run.end()
     batches = batches_of(directory)
     assert max(lag for batch in batches.values() for lag in batch.lag_histogram) <= MAX_LAG
     for saved in (at_kill, at_stop):
         check_saved_rollouts_continued(saved, batches)
+    names = [url.removeprefix("http://").replace(":", "-") for url in urls]
     assert all(run.num_said(f"engine {name} joined with weights of version ") for name in names)
-    assert all(run.num_said(f"engine {name} left: ") == 1 for name in names)
+    assert all(run.num_said(f"engine {name} left: ") == 1 for name in names[:2])
     assert run.num_said(f"engine {names[0]} cannot be reached: ")
     assert run.num_said("rollouts go on elsewhere")

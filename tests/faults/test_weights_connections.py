@@ -6,7 +6,7 @@ every engine samples as the trainer's checkpoint does, and the books of the run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from faults.fleet import Fleet, Server, fleet
 from faults.tcp_proxy import Connection, Effect, Place, in_answer
 from faults.weight_links import WeightLink
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 MIB = 1 << 20
 INVITATION, ANNOUNCEMENT, ADOPTION = b"POST /init_process_group", b"POST /request_weight_update", b"POST /adopt"
@@ -117,6 +117,7 @@ FORMING = [
 SERIES = {"announcements": ANNOUNCEMENTS, "adoptions": ADOPTIONS, "buckets": BUCKETS, "forming": FORMING}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", SERIES)
 def test_cut_connections_cost_one_engine(tmp_path: Path, name: str) -> None:
     with fleet(tmp_path / "run") as members:
@@ -138,10 +139,9 @@ def endure(members: Fleet, victim: Server, cut: Cut) -> None:
     members.check_gap(MARGIN_S)
 
 
-@pytest.mark.parametrize("names", [("one", "two")])
-def test_an_unreachable_engine_costs_the_others_nothing(tmp_path: Path, names: Sequence[str]) -> None:
+def test_an_unreachable_engine_costs_the_others_nothing(tmp_path: Path) -> None:
     """All new connections are refused, then the engine can be reached again."""
-    with fleet(tmp_path / "run", names=names) as members:
+    with fleet(tmp_path / "run", names=("one", "two")) as members:
         victim = members.servers[0]
         victim.link.refuse(True)
         members.strike("new connections are refused", victim.link.control(), Connection.reset)

@@ -5,6 +5,7 @@ The proxies of an engine tell the phase: the signal is sent by the thread that f
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -99,3 +100,18 @@ def test_signals_after_an_adoption_change_nothing(tmp_path: Path) -> None:
             effect = in_answer(members.send(role, signal.SIGKILL))
             members.strike(f"SIGKILL to the {role} process after an adoption", link.control(b"POST /adopt"), effect)
             members.wait_until_whole()
+
+
+def test_killed_and_stopped_ranks_lose_nothing(tmp_path: Path) -> None:
+    """Two ranks gather one bucket after another while the engines receive: a rank is gone, or late, in between."""
+    sharded = ("trainer.type=fsdp", "trainer.num_ranks=2")
+    with fleet(tmp_path / "run", *sharded, names=("one", "two")) as members:
+        for index, rank in enumerate(("trainer-1", "trainer")):
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                victim = members.servers[index]
+                pid = members.run.pid(rank)
+                strike(members, victim, "during the broadcast", f"{number.name} to {rank}", members.send(rank, number))
+                if number == signal.SIGSTOP:
+                    members.wait_for_tokens(members.servers, 8)
+                    os.kill(pid, signal.SIGCONT)
+                members.wait_until_whole()

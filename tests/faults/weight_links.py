@@ -14,7 +14,7 @@ import itertools
 import re
 import struct
 
-from faults.tcp_proxy import Direction, Place, ProxyLoop, TcpProxy
+from faults.tcp_proxy import Direction, Place, ProxyLoop, Rewrite, TcpProxy
 
 _STORE_PORT = re.compile(rb'(?<="master_port":)( ?)(\d{5})\b')
 _SOCKET_ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00\x01|\x00\x00\x00\x00)\x00{8}", re.DOTALL)
@@ -32,6 +32,7 @@ class WeightLink:
     def __init__(self, loop: ProxyLoop, address: tuple[str, int]) -> None:
         self._loop, self._index = loop, next(self._indices)
         self._control = loop.proxy(address, f"control-{self._index}", self.rewrite_control)
+        self._rewrite_answer: Rewrite = lambda direction, chunk: chunk
         self._stores: dict[int, TcpProxy] = {}
         self._data: dict[bytes, TcpProxy] = {}  # by the port that gloo listens on, as in a socket address
 
@@ -42,6 +43,10 @@ class WeightLink:
     def move(self, address: tuple[str, int]) -> None:
         """Forward new connections to another server."""
         self._control.target = address
+
+    def rewrite_answers(self, rewrite: Rewrite) -> None:
+        """Change what the server answers to HTTP requests."""
+        self._rewrite_answer = rewrite
 
     def control(self, text: bytes = b"", direction: Direction = "up", after_bytes: int = 0) -> Place:
         """Place in the requests to the server."""
@@ -66,7 +71,10 @@ class WeightLink:
 
     def rewrite_control(self, direction: Direction, chunk: bytes) -> bytes:
         if direction == "down":
-            return chunk
+            # The trainer recognizes its group in an answer by the port of its store.
+            for port, proxy in list(self._stores.items()):
+                chunk = chunk.replace(b"127.0.0.1:%d" % proxy.address[1], b"127.0.0.1:%d" % port)
+            return self._rewrite_answer(direction, chunk)
         return _STORE_PORT.sub(lambda match: match[1] + b"%05d" % self._store_port(int(match[2])), chunk)
 
     def _store_port(self, port: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from midflight.errors import GenerationLostError
 from midflight.generation.members import NO_VERSION
 from midflight.testing.fakes import ScriptedGenerator
-from midflight.types import Completion, GenerationRequest
+from midflight.types import Completion, GenerationRequest, RolloutId
 from midflight.weights.membership import Membership
 from midflight.weights.progress import ChainWatch, Progress
 
@@ -37,7 +37,7 @@ class Server(ScriptedGenerator):
     def __init__(self, name: str, length_of: Callable[[int], int], rate: int, written_at: int) -> None:
         super().__init__(length_of)
         self.name, self.rate, self.entry = name, rate, Entry(name, written_at)
-        self.weight_version = self.staged = NO_VERSION
+        self.weight_version = self.staged = self.wish = NO_VERSION
         self.hangs_since: int | None = None
         self.is_dead = False
         self.num_tokens = 0
@@ -56,20 +56,22 @@ class Server(ScriptedGenerator):
             raise GenerationLostError("the server is gone")
         if self.hangs_since is not None:
             return []
+        if self.weight_version < self.wish <= self.staged:
+            self.weight_version = self.staged
         self.num_tokens += self.num_in_flight
         return super().step()
 
-    def adopt(self, version: int) -> None:
-        self._asked = max(self._asked, version)
+    def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        """Stop these requests; the ones that an earlier call has taken are ignored, as over HTTP."""
+        return super().abort([rollout_id for rollout_id in rollout_ids if rollout_id in self._versions])
 
-    def _advance_update(self) -> None:
-        if self.weight_version < self._asked <= self.staged:
-            self.weight_version = self.staged
+    def adopt(self, version: int) -> None:
+        self.wish = max(self.wish, version)
 
 
 @dataclass
 class _Link:
-    """What one server of the chain has received and passed on."""
+    """Bytes that one server of the chain has received and passed on."""
 
     received: int = 0
     passed_on: int = 0

@@ -1,7 +1,7 @@
 """A fleet on a virtual clock: engines join, leave, die, hang and are slow at any moment, while versions are sent.
 
-The rollout loop, the schedules, the pool, the table of engines of the sender and its verdicts on slow ones are real. The
-engines and the network are scripted. A tick is one iteration of the rollout loop.
+The rollout loop, the schedules, the pool, the table of engines of the sender and its verdicts on slow ones are real.
+The engines and the network are scripted. A tick is one iteration of the rollout loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from midflight.generation.pool import EnginePool, PoolHooks
@@ -208,15 +208,31 @@ def test_april_bounds_versions_while_servers_fail(
         assert max(map(len, versions)) <= max_versions
 
 
+three_servers = {1: Event("join", 0), 2: Event("join", 0)}
+quick_steps = World(lengths=[5], train_ticks=[3], grade_ticks=[0])
+
+
 @pytest.mark.slow
-@given(worlds, st.integers(0, 4), batch_groups, st.integers(1, 5), events)
-@settings(max_examples=30 * SOAK)
+@example(world=quick_steps, max_lag=1, num_groups=1, faults=[Event("hang", 0)], at=40)
+@example(world=quick_steps, max_lag=1, num_groups=1, faults=[Event("hang", 0), Event("hang", 0)], at=40)
+@example(world=quick_steps, max_lag=1, num_groups=1, faults=[Event("slow", 2), Event("hang", 1)], at=41)
+@given(
+    worlds,
+    st.integers(0, 4),
+    batch_groups,
+    st.lists(st.builds(Event, st.sampled_from(["hang", "die", "slow"]), st.integers(0, 2)), min_size=1, max_size=2),
+    st.integers(5, 120),
+)
+@settings(max_examples=40 * SOAK)
 def test_no_server_makes_the_fleet_wait_for_longer_than_the_timeout(
-    world: World, max_lag: int, num_groups: int, num_in_flight: int, events: dict[int, Event]
+    world: World, max_lag: int, num_groups: int, faults: list[Event], at: int
 ) -> None:
+    """One or two of three servers fail at the same time, and never recover."""
     batch_size = num_groups * GROUP_SIZE
-    run = FleetRun(PipelineSchedule(batch_size, num_in_flight, batch_size, max_lag), batch_size, world, events)
+    events = three_servers | {at + index: fault for index, fault in enumerate(faults)}
+    run = FleetRun(PipelineSchedule(batch_size, 4, batch_size, max_lag), batch_size, world, events)
     assert run.finish().longest_stall <= TIMEOUT_TICKS
+    run.check_accounts()
 
 
 def test_pipeline_fills_every_engine() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from midflight.engine.cache import KVCache
 from midflight.engine.kernels.reference import ReferenceKernels
-from midflight.engine.linear import Linear
+from midflight.engine.linear import Linear, TransposedLinear, make_linear
 from midflight.engine.model import ModelShape, best_kernels
 from midflight.engine.plan import Batch
 from midflight.engine.weight_sets import WeightSets, Writer, copy_rows, weight_sets
@@ -103,28 +103,36 @@ class DecoderWeights:
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, kernels: ReferenceKernels
     ) -> None:
         self.writers: dict[str, Writer] = {}
+        self._matrices: list[Linear] = []
         hidden, vocab_size = shape.hidden_size, shape.model.vocab_size
 
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         def linear(num_in: int, num_out: int) -> Linear:
-            return Linear(num_in, num_out, dtype, device, kernels)
+            matrix = make_linear(num_in, num_out, dtype, device, kernels)
+            self._matrices.append(matrix)
+            return matrix
 
         self.final_norm = empty(hidden)
         self.writers["model.norm.weight"] = copy_rows(self.final_norm)
-        self.head = linear(hidden, vocab_size)
-        self.embed: Callable[[Tensor], Tensor] = self.head.rows  # [T] -> [T, D]
+        self.head: Linear
+        self.embed: Callable[[Tensor], Tensor]  # [T] -> [T, D]
         if shape.tied_embeddings:
-            self.writers["model.embed_tokens.weight"] = self.head.writer(0)
+            self.head = tied = TransposedLinear(hidden, vocab_size, dtype, device, kernels)
+            self.embed, self.writers["model.embed_tokens.weight"] = tied.rows, tied.writer(0)
         else:
-            embedding = empty(vocab_size, hidden)
+            embedding, self.head = empty(vocab_size, hidden), linear(hidden, vocab_size)
             self.embed = functools.partial(F.embedding, weight=embedding)
             self.writers |= {
                 "model.embed_tokens.weight": copy_rows(embedding),
                 "lm_head.weight": self.head.writer(0),
             }
         self.layers = [self._layer(f"model.layers.{i}.", shape, empty, linear) for i in range(shape.model.num_layers)]
+
+    def begin(self) -> None:
+        for matrix in self._matrices:
+            matrix.begin()
 
     def _layer(
         self, prefix: str, shape: DecoderShape, empty: Callable[..., Tensor], linear: Callable[[int, int], Linear]

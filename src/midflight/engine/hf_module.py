@@ -98,6 +98,9 @@ class ModuleWeights:
     def _transposed(self, weight: Tensor) -> Writer:
         return lambda block, start: self._kernels.linear_layout(block, weight[start : start + len(block)].t())
 
+    def begin(self) -> None:
+        pass
+
     def another(self) -> ModuleWeights:
         """Allocate a second set.
 

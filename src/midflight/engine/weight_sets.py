@@ -42,6 +42,10 @@ class WeightSet(Protocol):
         """Functions that copy a tensor into the set block by block, by Hugging Face parameter name."""
         ...
 
+    def begin(self) -> None:
+        """Prepare to be filled. A fill that stopped halfway leaves nothing behind."""
+        ...
+
 
 Weights = TypeVar("Weights", bound=WeightSet)
 
@@ -82,6 +86,7 @@ class WeightSets(ABC, Generic[Weights]):
             raise WeightUpdateError(
                 f"weight names do not match: missing {missing or 'none'}, unknown {unknown or 'none'}"
             )
+        first.begin()
         for name, tensor in weights.items():
             _write(first, name, tensor)
 
@@ -138,6 +143,7 @@ class WeightSets(ABC, Generic[Weights]):
     def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
     def _fill(self, target: Weights, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        target.begin()
         with self._on_stream():
             iterator = iter(tensors)
             try:

@@ -23,6 +23,9 @@ class TwoTensors:
         self.a, self.b = torch.zeros(3), torch.zeros(2, 2)
         self.writers: dict[str, Writer] = {"a": copy_rows(self.a), "b": copy_rows(self.b)}
 
+    def begin(self) -> None:
+        pass
+
     def value(self) -> float:
         """Return the number in both tensors."""
         assert len({*self.a.tolist(), *self.b.flatten().tolist()}) == 1, "a mixture of versions"

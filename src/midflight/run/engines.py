@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
@@ -17,6 +17,8 @@ from midflight.models.loading import load_config
 from midflight.models.stopping import StopRules
 from midflight.protocols import Generator, LocalEngine, PublishedVersions, WeightReceiver, WeightTransport
 from midflight.run.evaluation import num_slots
+from midflight.run.servers import server_pool
+from midflight.tracing.spans import Tracer
 
 
 @contextmanager
@@ -28,14 +30,13 @@ def open_generator(
     versions: PublishedVersions,
     note: Callable[[str], object],
     stop_rules: StopRules,
+    tracer: Tracer,
 ) -> Iterator[Generator]:
     """Open the generator of a run whose trainer has published weights; `note` gets lines for the user.
 
     Raises: RecipeError if the transport has no end for an engine in this process.
     """
     if isinstance(recipe.engine, HttpEngineConfig):
-        from midflight.run.servers import server_pool
-
         with server_pool(recipe, run, versions.newest_version() or 0, lineage, note) as pool:
             yield pool
         return
@@ -46,8 +47,13 @@ def open_generator(
             f" {recipe.engine.type!r} generates in the rollout process; weights.type = 'shared_memory' would work"
         )
     engine = _first_engine(recipe, receiver, stop_rules)
-    with closing(receiver):
-        yield PullingGenerator(engine, receiver)
+
+    def pausing() -> AbstractContextManager[None]:
+        # The rollout loop itself measures the steps of an idle engine.
+        return tracer.span("update") if engine.num_in_flight else nullcontext()
+
+    with closing(PullingGenerator(engine, receiver, pausing=pausing)) as generator:
+        yield generator
 
 
 def _first_engine(recipe: Recipe, receiver: WeightReceiver, stop_rules: StopRules) -> LocalEngine:

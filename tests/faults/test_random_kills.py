@@ -51,7 +51,7 @@ CASES = {
         *("schedule.type=pipeline", "schedule.num_in_flight=16", "streams.type=redis"),
         *("trainer.type=fsdp", "trainer.num_ranks=2"),
     ),
-    "http": ("schedule.type=bounded", "schedule.max_lag=2", "engine.type=http", "engine.update_timeout_s=5"),
+    "http": ("schedule.type=bounded", "schedule.max_lag=2", "engine.type=http", "weights.timeout_s=5"),
 }
 COMMANDS = {"resource_tracker": "resource tracker", "spawn_main": "grader", "\0serve\0": "engine"}
 NUM_ENGINES = {"http": 2}

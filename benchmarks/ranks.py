@@ -1,4 +1,4 @@
-"""Training in one process and in several: equal weights after the same batches, peak memory and step time.
+"""Training in one process and in several: equal weights after the same batches, memory and step time.
 
 consumes       the same batches from one file, one configuration after the other
 waits for      its processes to end
@@ -21,6 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import DEMO_RECIPE
+from benchmarks.process_memory import MemoryGrowth
 from benchmarks.rank_batches import make_batches
 from benchmarks.train_load import LoadShape
 from midflight.config import load_recipe
@@ -34,6 +35,7 @@ from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import checkpoint_of
 from midflight.trainer.fsdp import ShardedTrainer
+from midflight.trainer.full_tensors import DEFAULT_BUCKET_BYTES
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.peak_memory import peak_memory_bytes
 from midflight.trainer.process_group import DistributedGroup, SingleProcessGroup, join_process_group
@@ -46,6 +48,8 @@ from midflight.weights.null_sender import NullSender
 
 # Ranks add float32 gradients in another order than one process does, and AdamW's steps do not shrink with the gradient.
 MAX_DIFFERENCE = 1e-5
+# Publishing may add one bucket to a rank's memory; the rest is for Python objects and what the allocator keeps.
+MAX_BUCKETS = 1.1
 
 _CPU = torch.device("cpu")
 _LOAD = LoadShape(sequences=12, group_size=1, prompt_tokens=8, median_response=16, max_response=56, sigma=0.6)
@@ -107,8 +111,20 @@ def bench_ranks(options: RanksOptions, report: Callable[[str], None]) -> dict[st
         "parameters": num_parameters,
         "steps": options.steps,
         "threads_per_rank": 1,
+        "bucket_bytes": DEFAULT_BUCKET_BYTES,
         "rows": rows,
+        "targets": ranks_targets(rows),
     }
+
+
+def ranks_targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the memory that publishing adds to the rank that needs most, against one bucket."""
+    targets = []
+    for row in rows:
+        buckets = max(row["publish_growth_bytes"]) / DEFAULT_BUCKET_BYTES
+        name = f"{_name(row)}: memory of publishing (buckets of {DEFAULT_BUCKET_BYTES >> 20} MiB)"
+        targets.append({"name": name, "value": buckets, "limit": MAX_BUCKETS, "holds": buckets <= MAX_BUCKETS})
+    return targets
 
 
 def difference(one: Path, other: Path) -> float:
@@ -121,12 +137,17 @@ def difference(one: Path, other: Path) -> float:
 
 def ranks_table(rows: Sequence[dict[str, Any]]) -> str:
     """Render one line per configuration."""
-    lines = [f"{'trainer':16}{'peak of a rank':>16}{'at its start':>14}{'step':>10}{'difference':>14}"]
+    titles = ("peak of a rank", "at its start", "to publish")
+    lines = [f"{'trainer':16}{''.join(f'{title:>16}' for title in titles)}{'step':>10}{'difference':>14}"]
     for row in rows:
-        name = f"fsdp, {row['ranks']} ranks" if row["backend"] == "fsdp" else "single"
-        peak, start = (max(row[key]) / 2**20 for key in ("peak_memory_bytes", "start_memory_bytes"))
-        lines.append(f"{name:16}{peak:>12,.0f} MiB{start:>10,.0f} MiB{row['step_s']:>8.2f} s{row['difference']:>14.1e}")
+        keys = ("peak_memory_bytes", "start_memory_bytes", "publish_growth_bytes")
+        memory = "".join(f"{max(row[key]) / 2**20:>12,.0f} MiB" for key in keys)
+        lines.append(f"{_name(row):16}{memory}{row['step_s']:>8.2f} s{row['difference']:>14.1e}")
     return "\n".join(lines)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"fsdp, {row['ranks']} ranks" if row["backend"] == "fsdp" else "single"
 
 
 def _measure(job: _Job, batches: Sequence[TrainingBatch], expected: Path) -> dict[str, Any]:
@@ -134,7 +155,7 @@ def _measure(job: _Job, batches: Sequence[TrainingBatch], expected: Path) -> dic
     with contextlib.closing(job.open_batches()) as stream:
         for batch in batches:
             stream.append(batch)
-    start_memory = _run_ranks(job)
+    start_memory, publish_growth = _run_ranks(job)
     lines = read_metrics(job.directory / "metrics.jsonl")
     checkpoints = (checkpoint_of(path / "checkpoints", job.options.steps) for path in (job.directory, expected))
     relative_difference = difference(*checkpoints)
@@ -148,14 +169,15 @@ def _measure(job: _Job, batches: Sequence[TrainingBatch], expected: Path) -> dic
         "ranks": max(1, job.num_ranks),
         "peak_memory_bytes": lines[-1]["memory/peak_bytes_by_rank"],
         "start_memory_bytes": start_memory,
+        "publish_growth_bytes": publish_growth,
         "step_s": statistics.median(line["time/step_s"] for line in lines[1:]),
         "difference": relative_difference,
         "grad_norms": [line["grad_norm"] for line in lines],
     }
 
 
-def _run_ranks(job: _Job) -> list[int]:
-    """Run all processes; return the peak memory of each at its start, by rank (bytes)."""
+def _run_ranks(job: _Job) -> tuple[list[int], list[int]]:
+    """Run all processes; return the peak memory of each at its start, and what publishing adds, by rank (bytes)."""
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe(duplex=False) for _ in range(max(1, job.num_ranks))]
     processes = [spawn.Process(target=_rank, args=(job, rank, sending)) for rank, (_, sending) in enumerate(pipes)]
@@ -164,13 +186,14 @@ def _run_ranks(job: _Job) -> list[int]:
         sending.close()
     try:
         start_memory = [receiving.recv() for receiving, _ in pipes]
+        publish_growth = [receiving.recv() for receiving, _ in pipes]
         for process in processes:
             process.join()
             if process.exitcode:
                 raise BenchmarkError(f"a process of {job.num_ranks} ranks ended with code {process.exitcode}")
-        return start_memory
+        return start_memory, publish_growth
     except EOFError:
-        raise BenchmarkError(f"a process of {job.num_ranks} ranks did not start") from None
+        raise BenchmarkError(f"a process of {job.num_ranks} ranks ended too early") from None
     finally:
         for process in processes:
             process.kill()
@@ -182,12 +205,13 @@ def _rank(job: _Job, rank: int, parent: Connection) -> None:
     sender = NullSender()
     if job.num_ranks:
         with join_process_group(job.directory / "ranks", rank, job.num_ranks, _CPU) as ranks:
-            _train(job, ShardedTrainer(job.model, _OPTIMIZER, sender, ranks.mesh), ranks)
+            parent.send(_train(job, ShardedTrainer(job.model, _OPTIMIZER, sender, ranks.mesh), ranks))
     else:
-        _train(job, SingleProcessTrainer(job.model, _OPTIMIZER, sender), SingleProcessGroup())
+        parent.send(_train(job, SingleProcessTrainer(job.model, _OPTIMIZER, sender), SingleProcessGroup()))
 
 
-def _train(job: _Job, backend: SingleProcessTrainer, ranks: DistributedGroup | SingleProcessGroup) -> None:
+def _train(job: _Job, backend: SingleProcessTrainer, ranks: DistributedGroup | SingleProcessGroup) -> int:
+    """Train, then publish once more; return what publishing adds to the memory of this process (bytes)."""
     backend.init(ranks.rank)
     options = job.options
     settings = LoopSettings(
@@ -200,6 +224,9 @@ def _train(job: _Job, backend: SingleProcessTrainer, ranks: DistributedGroup | S
     step = TrainStep(backend, Objective(reinforce), lambda step: options.learning_rate, ranks)
     loop = TrainLoop(settings, step, job.open_batches(), TrainerState(), Tracer(None, "trainer"), metrics)
     loop.run(lambda: False)
+    with MemoryGrowth() as growth:
+        backend.publish_weights(options.steps)
+    return growth.num_bytes
 
 
 def _make_model(directory: Path, options: RanksOptions) -> int:

@@ -10,7 +10,6 @@ Messages are numbers and bytes; nothing is ever unpickled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 from collections.abc import Iterator
@@ -24,12 +23,11 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from midflight.trainer.allocator import return_large_blocks_at_once
 from midflight.weights.process_group import reason_of_gloo
 
 # All other ranks wait while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
-_M_MMAP_THRESHOLD = -3  # from <malloc.h>
-_LARGE_BYTES = 1 << 20
 
 
 class ProcessGroup(Protocol):
@@ -103,7 +101,7 @@ def join_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        _give_back_freed_memory()
+        return_large_blocks_at_once()
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -121,13 +119,3 @@ def join_process_group(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _give_back_freed_memory() -> None:
-    """Make glibc return large blocks to the system at once.
-
-    By default glibc keeps the memory of freed layers in fragments that later layers do not fit into, which costs more
-    memory than sharding saves.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

@@ -47,8 +47,9 @@ def save_tensors(
     contents: dict[str, dict[str, Tensor]] = {file_name: {} for file_name in split.filename_to_tensors}
     for name, tensor in tensors:
         file_name = split.tensor_to_filename[name]
-        # A copy on the host, so that a part of a bucket does not keep the whole bucket in memory.
-        contents[file_name][name] = tensor.detach().to("cpu", copy=True)
+        saved = tensor.detach().cpu()
+        # A copy of a view, so that it does not keep the whole storage in memory; safetensors saves no shared storage.
+        contents[file_name][name] = saved if saved.untyped_storage().nbytes() == saved.nbytes else saved.clone()
         if len(contents[file_name]) == len(split.filename_to_tensors[file_name]):
             save_file(contents.pop(file_name), directory / file_name, metadata={"format": "pt"})
     assert not contents, f"tensors of {', '.join(contents)} are missing"

@@ -44,7 +44,7 @@ def run_checks(
             if deadline_s - time.monotonic() < _LEAST_S:
                 yield from (_skipped(check, budget_s) for check in pending)
                 break
-            with _Process(pending, setting, {}) as process:
+            with _Process(tuple(pending), setting, {}) as process:
                 for outcome in process.outcomes(deadline_s):
                     pending.pop(0)
                     if outcome.pop("broken") and setting.is_cuda:
@@ -147,7 +147,8 @@ class _Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_DUMP_S)
         self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").strip().splitlines()[-_LOG_LINES:])
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join([line for line in lines if not line.startswith("Extension modules:")][-_LOG_LINES:])
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

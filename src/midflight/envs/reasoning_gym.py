@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from midflight.config.tasks import GymTask, ReasoningGymSource
+from midflight.envs.patterns import compiled, last_answer
 from midflight.envs.rewards.terms import Rewards
 from midflight.errors import MissingExtraError, RecipeError
 from midflight.types import Grade, Problem
@@ -52,7 +53,10 @@ class ReasoningGymTask:
         if source.prompt_template is not None and "{question}" not in source.prompt_template:
             raise RecipeError(f'{key}.prompt_template has no place for the question; add "{{question}}" to it')
         self._source, self._rewards, self._seed, self._key = source, rewards, seed, key
-        self._pattern = _ANSWER if source.answer_pattern is None else _compiled(source.answer_pattern, key)
+        self._pattern = _ANSWER
+        if source.answer_pattern is not None:
+            key_of_pattern = f"{key}.answer_pattern"
+            self._pattern = compiled(key_of_pattern, source.answer_pattern, re.DOTALL, group_holds="the answer")
         self._weights = [task.weight for task in source.tasks]
         for index, task in enumerate(source.tasks):
             _check(task, f"{key}.tasks.{index}")
@@ -125,11 +129,10 @@ class ReasoningGymTask:
 
     def _answer(self, response: str) -> str:
         """Last match of the pattern; without a pattern in the recipe, the whole response if there is no match."""
-        matches = self._pattern.findall(response)
-        if matches:
-            last = matches[-1]
-            return (last if isinstance(last, str) else last[0]).strip()
-        return response.strip() if self._source.answer_pattern is None else ""
+        answer = last_answer(self._pattern, response)
+        if answer is None:
+            answer = response if self._source.answer_pattern is None else ""
+        return answer.strip()
 
     def _held_out(self, task: int, count: int) -> Iterator[Problem]:
         seen: set[str] = set()
@@ -220,16 +223,6 @@ def _close(name: str, names: Sequence[str]) -> str:
     """Close matches of a name as the end of a sentence; all names if there are none and they are few."""
     close = difflib.get_close_matches(name, names, n=3) or (names if len(names) <= 20 else [])
     return f"; there is {', '.join(close)}" if close else "; see `reasoning_gym.factory.DATASETS` for all names"
-
-
-def _compiled(pattern: str, key: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise RecipeError(f"{key}.answer_pattern = {pattern!r}: {error}") from error
-    if not compiled.groups:
-        raise RecipeError(f"{key}.answer_pattern = {pattern!r} has no group; put the answer in (...)")
-    return compiled
 
 
 def _difficulty(metadata: dict[str, Any]) -> int:

@@ -10,11 +10,11 @@ import difflib
 import json
 import re
 import string
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midflight.config.tasks import DatasetSource
+from midflight.envs.patterns import compiled, last_answer
 from midflight.errors import RecipeError
 from midflight.types import Message, Problem, Text
 
@@ -39,7 +39,7 @@ class RowReader:
     def __init__(self, source: DatasetSource, key: str) -> None:
         self._source, self._key = source, key
         self._template_columns = self._parse_template()
-        self._pattern = self._compile_pattern()
+        self._pattern = self._answer_pattern()
 
     @property
     def columns(self) -> dict[str, str]:
@@ -81,18 +81,11 @@ class RowReader:
             )
         return list(dict.fromkeys(columns))
 
-    def _compile_pattern(self) -> re.Pattern[str] | None:
-        text = self._source.answer_pattern
-        if text is None:
+    def _answer_pattern(self) -> re.Pattern[str] | None:
+        pattern = self._source.answer_pattern
+        if pattern is None:
             return None
-        place = f"{self._key}.answer_pattern = {text!r}"
-        try:
-            pattern = re.compile(text, re.DOTALL)
-        except re.error as error:
-            raise RecipeError(f"{place} is not a regular expression: {error}") from error
-        if not pattern.groups:
-            raise RecipeError(f"{place} has no group; parentheses around the answer would work")
-        return pattern
+        return compiled(f"{self._key}.answer_pattern", pattern, re.DOTALL, group_holds="the answer")
 
     def _prompt(self, row: Mapping[str, Any], place: str) -> Text:
         source = self._source
@@ -122,12 +115,12 @@ class RowReader:
         text = _text_of(self._value("answer", self._source.answer, row, place))
         if self._pattern is None:
             return text
-        matches = deque(self._pattern.finditer(text), maxlen=1)
-        if not matches or matches[0][1] is None:
+        answer = last_answer(self._pattern, text)
+        if answer is None:
             raise RecipeError(
                 f"{self._key}.answer_pattern = {self._pattern.pattern!r} finds no answer in {place}: {text!r:.100}"
             )
-        return str(matches[0][1]).strip()
+        return answer.strip()
 
     def _value(self, key: str, column: str, row: Mapping[str, Any], place: str) -> Any:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from midflight.envs.rewards.patterns import compiled, last_match
+from midflight.envs.patterns import compiled, last_answer
 from midflight.types import Grade, Problem
 
 
@@ -14,11 +14,11 @@ class Exact:
     """
 
     def __init__(self, *, pattern: str | None = None, ignore_case: bool = False) -> None:
-        self._pattern = None if pattern is None else compiled("exact", pattern)
+        self._pattern = None if pattern is None else compiled("task.rewards: exact: pattern", pattern)
         self._ignore_case = ignore_case
 
     def __call__(self, problem: Problem, response: str) -> Grade:
-        found = response if self._pattern is None else last_match(self._pattern, response)
+        found = response if self._pattern is None else last_answer(self._pattern, response)
         if found is None:
             return Grade(0.0)
         answer = self._normalized(found)

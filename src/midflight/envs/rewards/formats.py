@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from midflight.envs.rewards.patterns import compiled
+from midflight.envs.patterns import compiled
 from midflight.types import Problem
 
 
@@ -15,7 +15,9 @@ class Regex:
     """
 
     def __init__(self, *, pattern: str, search: bool = False, ignore_case: bool = False) -> None:
-        expression = compiled("regex", pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+        expression = compiled(
+            "task.rewards: regex: pattern", pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0)
+        )
         self._matches = expression.search if search else expression.fullmatch
 
     def __call__(self, problem: Problem, response: str) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from midflight.envs.patterns import compiled, last_match
 from midflight.errors import RecipeError
 from midflight.types import Grade, Problem
 
@@ -59,7 +60,7 @@ class Judge:
         retries: int = 3,
         api_key_variable: str | None = None,
     ) -> None:
-        self._pattern = _compiled(score_pattern)
+        self._pattern = compiled("task.rewards: judge: score_pattern", score_pattern, group_holds="the number")
         if "{response}" not in prompt:
             raise RecipeError('task.rewards: judge: prompt has no place for the response; add "{response}" to it')
         if not url.startswith(("http://", "https://")):
@@ -92,13 +93,13 @@ class Judge:
         # One pass: braces in a response are not places.
         prompt = re.sub("{(" + "|".join(_PLACES) + ")}", lambda match: texts[match[1]], self._prompt)
         reply = await self._reply({**self._body, "messages": [{"role": "user", "content": prompt}]})
-        found = list(self._pattern.finditer(reply))
-        if not found:
+        found = last_match(self._pattern, reply)
+        if found is None:
             raise JudgeError(f"the judge's reply has no match of {self._pattern.pattern!r}: {reply[-_MAX_SHOWN:]!r}")
         try:
-            score = float(found[-1][1])
+            score = float(found[1])
         except (TypeError, ValueError):
-            raise JudgeError(f"the judge's score {found[-1][1]!r} is not a number") from None
+            raise JudgeError(f"the judge's score {found[1]!r} is not a number") from None
         return Grade(min(max(score / self._max_score, 0.0), 1.0))
 
     async def _reply(self, body: dict[str, Any]) -> str:
@@ -127,16 +128,6 @@ class Judge:
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise JudgeError(f"the judge at {self._url} {reason}")
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise RecipeError(f"task.rewards: judge: score_pattern = {pattern!r}: {error}") from error
-    if not compiled.groups:
-        raise RecipeError(f"task.rewards: judge: score_pattern = {pattern!r} has no group; put the number in (...)")
-    return compiled
 
 
 def _headers(api_key_variable: str | None) -> dict[str, str]:

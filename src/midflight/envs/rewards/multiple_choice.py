@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from midflight.envs.rewards.patterns import last_match
+from midflight.envs.patterns import last_answer
 from midflight.errors import RecipeError
 from midflight.types import Grade, Problem
 
@@ -30,7 +30,7 @@ class MultipleChoice:
         right = self._right.match(problem.answer)
         if right is None:
             raise ValueError(f"the right answer {problem.answer!r} does not begin with a letter of the choices")
-        found = next((letter for pattern in self._patterns if (letter := last_match(pattern, response))), None)
+        found = next((letter for pattern in self._patterns if (letter := last_answer(pattern, response))), None)
         if found is None:
             return Grade(0.0)
         return Grade(float(found.upper() == right[1].upper()), answer=found.upper())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from midflight.envs.rewards.patterns import compiled, last_match
+from midflight.envs.patterns import compiled, last_answer
 from midflight.errors import RecipeError
 from midflight.types import Grade, Problem
 
@@ -27,13 +27,13 @@ class Numeric:
                 f"task.rewards: numeric: absolute = {absolute:g} and relative = {relative:g} must not be negative"
             )
         self._absolute, self._relative = absolute, relative
-        self._pattern = None if pattern is None else compiled("numeric", pattern)
+        self._pattern = None if pattern is None else compiled("task.rewards: numeric: pattern", pattern)
 
     def __call__(self, problem: Problem, response: str) -> Grade:
         expected = _last_number(problem.answer)
         if expected is None:
             raise ValueError(f"the right answer {problem.answer!r} has no number")
-        text = response if self._pattern is None else last_match(self._pattern, response)
+        text = response if self._pattern is None else last_answer(self._pattern, response)
         found = None if text is None else _last_number(text)
         if found is None:
             return Grade(0.0)
@@ -42,7 +42,7 @@ class Numeric:
 
 
 def _last_number(text: str) -> float | None:
-    found = last_match(_NUMBER, text)
+    found = last_answer(_NUMBER, text)
     if found is None:
         return None
     number, _, divisor = found.replace(",", "").replace("\u2212", "-").partition("/")

@@ -178,7 +178,7 @@ def test_soft_length_descends_before_the_limit(length: int, expected: float) -> 
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("exact", {"pattern": "("}, "exact: pattern = '(' is no regular expression"),
+        ("exact", {"pattern": "("}, "exact: pattern = '(' is not a regular expression"),
         ("numeric", {"relative": -1.0}, "must not be negative"),
         ("multiple_choice", {"letters": "a-d"}, "letters = 'a-d'; capitals such as"),
         ("regex", {}, "regex(*, pattern: "),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import socket
 import statistics
 import struct
@@ -67,7 +68,7 @@ def measure(load: Load) -> dict[str, Any]:
 
 def _trainer_process(load: Load, report: Connection) -> None:
     if load.namespaces:
-        enter(load.namespaces[0])
+        _enter(load.namespaces[0])
     torch.set_num_threads(1)
     with _Engines(load) as engines, tempfile.TemporaryDirectory(dir=_shared_memory()) as directory:
         report.send(_measured(load, engines, Path(directory)))
@@ -210,7 +211,7 @@ def _engine_process(load: Load, index: int, trainer: Connection) -> None:
     """Carry out the trainer's commands; the answer is the time at which the weights were there."""
     host = _LOOPBACK
     if load.namespaces:
-        enter(load.namespaces[index])
+        _enter(load.namespaces[index])
         host = address_of(load.namespaces[index])
     torch.set_num_threads(1)
     server = WeightServer(load.specs, host=host)
@@ -236,6 +237,11 @@ def _engine_process(load: Load, index: int, trainer: Connection) -> None:
                 dist.barrier()
                 bare.broadcast(command)
                 trainer.send(time.monotonic())
+
+
+def _enter(namespace: str) -> None:
+    enter(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # the default group of torch listens on loopback otherwise
 
 
 def bytes_sent() -> int:

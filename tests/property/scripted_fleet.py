@@ -40,11 +40,16 @@ class Server(ScriptedGenerator):
         self.weight_version = self.staged = self.wish = NO_VERSION
         self.hangs_since: int | None = None
         self.is_dead = False
+        self.is_cut_off = False  # from the other members of the broadcast; it answers requests
         self.num_tokens = 0
 
     @property
     def is_healthy(self) -> bool:
         return self.hangs_since is None and not self.is_dead
+
+    @property
+    def takes_weights(self) -> bool:
+        return self.is_healthy and not self.is_cut_off
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         if not self.is_healthy:
@@ -88,22 +93,22 @@ class Broadcast:
 
     def move(self) -> None:
         """Let every server take bytes from the one before it; the trainer has all of them."""
-        budgets = [server.rate if server.is_healthy else 0 for server in self.chain]
-        while any([self._take(index, budgets) for index in range(len(self.chain))]):
+        budgets = [server.rate if server.takes_weights else 0 for server in self.chain]
+        while sum(self._take(index, budgets) for index in range(len(self.chain))):
             pass
 
-    def _take(self, index: int, budgets: list[int]) -> bool:
-        """Let one server take what it can; return True if it took something."""
+    def _take(self, index: int, budgets: list[int]) -> int:
+        """Let one server take what it can; return the number of bytes."""
         link, is_last = self._links[index], index + 1 == len(self.chain)
         available, room = NUM_BYTES, NUM_BYTES if is_last else link.passed_on + ROOM_BYTES
         if index:
-            available = self._links[index - 1].received if self.chain[index - 1].is_healthy else 0
+            available = self._links[index - 1].received if self.chain[index - 1].takes_weights else 0
         num_bytes = max(0, min(available, room, link.received + budgets[index]) - link.received)
         link.received += num_bytes
         budgets[index] -= num_bytes
         if index:
             self._links[index - 1].passed_on = link.received
-        return num_bytes > 0
+        return num_bytes
 
     def observe(self, now: int) -> list[str]:
         """Return the servers that must be left out."""

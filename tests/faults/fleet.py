@@ -44,7 +44,7 @@ REMOTE = (
     "supervisor.backoff_s=0.02",
     "supervisor.max_restarts=20",
 )
-PROMPT, NUM_TOKENS, SEED = [5, 6, 7, 8], 12, 3
+PROMPT, NUM_TOKENS, SEED, ROLLOUT = [5, 6, 7, 8], 12, 3, 1_000_000  # an id that the run does not reach
 _POLL_S = 0.02
 _WATCH_S = 0.1
 
@@ -111,6 +111,7 @@ class Server:
             "prompt": PROMPT,
             "max_tokens": NUM_TOKENS,
             "seed": SEED,
+            "rollout_id": ROLLOUT,
             "logprobs": 0,
             "return_token_ids": True,
             "stop_token_ids": [],
@@ -285,7 +286,7 @@ def sampled_from(run: RunDirectory, checkpoint: Path) -> dict[str, list[Any]]:
     weights = weights_of(load_model(checkpoint))
     engine = build_engine(recipe, load_config(checkpoint), weights, max_num_seqs=1)
     sampling = SamplingParams(NUM_TOKENS)
-    engine.add([GenerationRequest(RolloutId(0), np.array(PROMPT, np.int32), sampling, seed=SEED)])
+    engine.add([GenerationRequest(RolloutId(ROLLOUT), np.array(PROMPT, np.int32), sampling, seed=SEED)])
     while not (completions := engine.step()):
         pass
     generated = completions[0].generated

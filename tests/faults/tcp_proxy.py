@@ -278,6 +278,8 @@ class TcpProxy:
         """Stop listening and reset all connections. Called in the thread of the proxies."""
         self._serving.cancel()
         for connection in list(self.connections):
+            connection.release()
+            connection.delay(0)
             connection.reset()
 
 
@@ -319,11 +321,10 @@ class ProxyLoop:
         asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     async def _close(self) -> None:
+        """End all connections; their tasks end by themselves then."""
         for proxy in self._proxies:
             proxy.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         for proxy in self._proxies:
             proxy.listener.close()

@@ -40,11 +40,16 @@ class Server(ScriptedGenerator):
         self.weight_version = self.staged = self.wish = NO_VERSION
         self.hangs_since: int | None = None
         self.is_dead = False
+        self.is_cut_off = False  # from the other members of the broadcast; it answers requests
         self.num_tokens = 0
 
     @property
     def is_healthy(self) -> bool:
         return self.hangs_since is None and not self.is_dead
+
+    @property
+    def takes_weights(self) -> bool:
+        return self.is_healthy and not self.is_cut_off
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         if not self.is_healthy:
@@ -88,17 +93,22 @@ class Broadcast:
 
     def move(self) -> None:
         """Let every server take bytes from the one before it; the trainer has all of them."""
-        for index, server in enumerate(self.chain):
-            before = self._links[index - 1] if index else None
-            if not server.is_healthy or (before and not self.chain[index - 1].is_healthy):
-                continue
-            link = self._links[index]
-            available = before.received if before else NUM_BYTES
-            is_last = index + 1 == len(self.chain)
-            room = NUM_BYTES if is_last else link.passed_on + ROOM_BYTES
-            link.received = max(link.received, min(available, room, link.received + server.rate))
-            if before:
-                before.passed_on = link.received
+        budgets = [server.rate if server.takes_weights else 0 for server in self.chain]
+        while sum(self._take(index, budgets) for index in range(len(self.chain))):
+            pass
+
+    def _take(self, index: int, budgets: list[int]) -> int:
+        """Let one server take what it can; return the number of bytes."""
+        link, is_last = self._links[index], index + 1 == len(self.chain)
+        available, room = NUM_BYTES, NUM_BYTES if is_last else link.passed_on + ROOM_BYTES
+        if index:
+            available = self._links[index - 1].received if self.chain[index - 1].takes_weights else 0
+        num_bytes = max(0, min(available, room, link.received + budgets[index]) - link.received)
+        link.received += num_bytes
+        budgets[index] -= num_bytes
+        if index:
+            self._links[index - 1].passed_on = link.received
+        return num_bytes
 
     def observe(self, now: int) -> list[str]:
         """Return the servers that must be left out."""
@@ -136,6 +146,7 @@ class ScriptedSender:
         self._asked: dict[str, tuple[Entry, int]] = {}  # entry, tick of the question
         self._broadcast: Broadcast | None = None
         self._newest, self._published_at = 0, 0
+        self._spares_first, self._slow_first = False, ""
 
     def tick(self, now: int, newest: int, servers: Mapping[str, Server]) -> None:
         self.now = now
@@ -170,8 +181,14 @@ class ScriptedSender:
         done = broadcast.done()
         failed = {server.name for server in broadcast.chain if server.is_dead}
         failed |= set(broadcast.observe(self.now))
-        if not failed and len(done) < len(broadcast.chain) and not self._is_awaited(broadcast):
+        first_is_slow = broadcast.watch.first_is_slow() and not self._spares_first and not failed
+        is_over = failed or first_is_slow or len(done) == len(broadcast.chain) or self._is_awaited(broadcast)
+        if not is_over:
             return
+        if first_is_slow:
+            first = broadcast.chain[0].name
+            self._spares_first = self._slow_first not in ("", first)
+            self._slow_first = first
         self._broadcast = None
         for server in broadcast.chain:
             if server.name in done:

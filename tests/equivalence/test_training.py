@@ -245,19 +245,29 @@ def test_losses_do_not_depend_on_split_packing_or_order(
         assert (gradient - expected).abs().max() <= 1e-12 * scale, name
 
 
-def test_a_nonfinite_gradient_changes_no_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factor", "learning_rate", "skipped", "changed"),
+    [
+        (1.0, 2e-4, False, True),
+        (torch.nan, 2e-4, True, False),
+        (1.0, 0.0, False, False),
+        (None, 2e-4, False, False),  # no backward pass: no parameter has a gradient
+    ],
+)
+def test_a_step_says_if_it_changed_a_weight(
+    factor: float | None, learning_rate: float, skipped: bool, changed: bool
+) -> None:
     trainer = single_trainer(load_recipe(RECIPE))
     trainer.init(rank=0)
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     (microbatch,) = pack(trajectories([20]), 64)
     policy_logprobs = trainer.forward(microbatch).logprobs
-    trainer.backward((policy_logprobs * torch.nan).sum())
-    assert trainer.optimizer_step(2e-4).skipped
-    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
-    policy_logprobs = trainer.forward(microbatch).logprobs
-    trainer.backward(policy_logprobs.sum())
-    assert not trainer.optimizer_step(2e-4).skipped
-    assert any(not torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+    if factor is not None:
+        trainer.backward((policy_logprobs * factor).sum())
+    outcome = trainer.optimizer_step(learning_rate)
+    assert (outcome.skipped, outcome.changed) == (skipped, changed)
+    equal = [torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters()]
+    assert changed != all(equal)
 
 
 def test_a_resumed_trainer_matches_exactly(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -228,7 +229,7 @@ class Run:
                 self.receiver.version += 1
                 self._done_at = 0
 
-    def finish(self) -> Run:
+    def finish(self) -> Self:
         """Run until all steps are trained."""
         while self.receiver.version < self.num_steps:
             self.iteration()

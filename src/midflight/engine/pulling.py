@@ -9,7 +9,9 @@ A background thread stages the newest weights while `step` goes on with the old 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 from midflight.engine.delegating import DelegatingGenerator
 from midflight.errors import WeightsReplacedError
@@ -26,9 +28,16 @@ class PullingGenerator(DelegatingGenerator):
     may be asked for again.
     """
 
-    def __init__(self, engine: LocalEngine, receiver: WeightReceiver, max_steps: int = 8) -> None:
+    def __init__(
+        self,
+        engine: LocalEngine,
+        receiver: WeightReceiver,
+        max_steps: int = 8,
+        pausing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`pausing`: returns a context that is entered while `step` waits for the tensors of an update."""
         super().__init__(engine)
-        self._engine, self._receiver, self._max_steps = engine, receiver, max_steps
+        self._engine, self._receiver, self._max_steps, self._pausing = engine, receiver, max_steps, pausing
         # One thread for all updates: every new thread would start its own threads for products.
         self._thread = ThreadPoolExecutor(1, "stage-weights")
         self._pull: Future[int] | None = None
@@ -58,6 +67,11 @@ class PullingGenerator(DelegatingGenerator):
             self._begin()
         return completions
 
+    def close(self) -> None:
+        """Wait for the update that is going on, if there is one, and close the receiver."""
+        self._thread.shutdown()
+        self._receiver.close()
+
     def _begin(self) -> None:
         self._steps_left, self._asked = self._max_steps, self._wanted
         self._pull = self._thread.submit(self._stage_newest)
@@ -67,7 +81,8 @@ class PullingGenerator(DelegatingGenerator):
         assert self._pull
         pull, self._pull = self._pull, None
         try:
-            version = pull.result()
+            with nullcontext() if pull.done() else self._pausing():
+                version = pull.result()
         except Exception:
             self._wanted, self._must_wait = self.weight_version, False
             raise

@@ -9,6 +9,7 @@ from typing import Any
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.config.sections import ProcessGroupWeightsConfig, SingleTrainerConfig
+from midflight.generation.registry import Entry, read_entries
 from midflight.launch.importing import Joint, options_of
 from midflight.protocols import WeightTransport
 
@@ -43,9 +44,7 @@ def check_weights(recipe: Recipe) -> None:
 def _offered(
     recipe: Recipe, run: RunDirectory, shared: Path, lineage: str, note: Callable[[str], object]
 ) -> dict[str, Any]:
-    def engines() -> dict[str, Any]:
-        from midflight.generation.registry import read_entries
-
+    def engines() -> dict[str, Entry]:
         return {name: entry for name, entry in read_entries(run.engines).items() if entry is not None}
 
     return {

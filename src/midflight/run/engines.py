@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
@@ -18,6 +18,7 @@ from midflight.models.stopping import StopRules
 from midflight.protocols import Generator, LocalEngine, PublishedVersions, WeightReceiver, WeightTransport
 from midflight.run.evaluation import num_slots
 from midflight.run.servers import server_pool
+from midflight.tracing.spans import Tracer
 
 
 @contextmanager
@@ -29,6 +30,7 @@ def open_generator(
     versions: PublishedVersions,
     note: Callable[[str], object],
     stop_rules: StopRules,
+    tracer: Tracer,
 ) -> Iterator[Generator]:
     """Open the generator of a run whose trainer has published weights; `note` gets lines for the user.
 
@@ -45,8 +47,13 @@ def open_generator(
             f" {recipe.engine.type!r} generates in the rollout process; weights.type = 'shared_memory' would work"
         )
     engine = _first_engine(recipe, receiver, stop_rules)
-    with closing(receiver):
-        yield PullingGenerator(engine, receiver)
+
+    def pausing() -> AbstractContextManager[None]:
+        # The rollout loop itself measures the steps of an idle engine.
+        return tracer.span("update") if engine.num_in_flight else nullcontext()
+
+    with closing(PullingGenerator(engine, receiver, pausing=pausing)) as generator:
+        yield generator
 
 
 def _first_engine(recipe: Recipe, receiver: WeightReceiver, stop_rules: StopRules) -> LocalEngine:

@@ -107,7 +107,7 @@ def rollout_body(context: WorkerContext) -> None:
         _tracer(run, "rollout") as tracer,
         build_grader(recipe) as grader,
         contextlib.closing(transport.versions()) as versions,
-        _generator(context, transport, versions, prompts) as generator,
+        _generator(context, transport, versions, prompts, tracer) as generator,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
     ):
@@ -168,12 +168,18 @@ def _transport(context: WorkerContext) -> WeightTransport:
 
 
 def _generator(
-    context: WorkerContext, transport: WeightTransport, versions: PublishedVersions, prompts: PromptFormat
+    context: WorkerContext,
+    transport: WeightTransport,
+    versions: PublishedVersions,
+    prompts: PromptFormat,
+    tracer: Tracer,
 ) -> contextlib.AbstractContextManager[Generator]:
     """Open the generator of the run, once the trainer has published its first weights."""
     _wait_for_version(versions, 0, context)
     note = functools.partial(context.tell, "note")
-    return open_generator(context.recipe, context.run, transport, context.lineage, versions, note, prompts.stop_rules)
+    return open_generator(
+        context.recipe, context.run, transport, context.lineage, versions, note, prompts.stop_rules, tracer
+    )
 
 
 def _wait_for_version(versions: PublishedVersions, version: int, context: WorkerContext) -> None:

@@ -36,7 +36,8 @@ class ScalarBackend:
 
     def __init__(self) -> None:
         self.weight = torch.zeros((), requires_grad=True)
-        self.published: list[tuple[int, bool]] = []  # version, and whether its weights are new
+        self.published: list[int] = []
+        self.unchanged: list[int] = []  # versions published without new weights
 
     def init(self, rank: int) -> None: ...
 
@@ -60,7 +61,8 @@ class ScalarBackend:
         return OptimizerStep(float(gradient), skipped=not finite, changed=finite and learning_rate > 0)
 
     def publish_weights(self, version: int, changed: bool = True) -> None:
-        self.published.append((version, changed))
+        self.published.append(version)
+        self.unchanged += [] if changed else [version]
 
     def save(self, directory: Path) -> None:
         (directory / "weight").write_text(str(float(self.weight.detach())))
@@ -139,7 +141,7 @@ def test_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
         loop.run(lambda: False)
     assert loop.state.version == 3
     assert float(backend.weight.detach()) == pytest.approx(1 + math.e)
-    assert backend.published == [(1, True), (2, False), (3, True)]
+    assert (backend.published, backend.unchanged) == ([1, 2, 3], [2])
     assert [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 0.0]
 
 

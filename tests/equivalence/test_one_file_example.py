@@ -33,7 +33,7 @@ OVERRIDES = (
     *(f"loss.max_ratio={MAX_RATIO}", f"trainer.max_grad_norm={MAX_GRAD_NORM}"),
     # Every prompt is prefilled in the step after its admission, and updates are swapped in at once. Otherwise a
     # sequence could be a token or two late, which is a matter of timing and not of the algorithm.
-    *("engine.prefix_caching=false", "engine.max_batched_tokens=4096", "engine.max_update_pause_s=1000"),
+    *("engine.prefix_caching=false", "engine.max_batched_tokens=4096"),
 )
 
 

@@ -37,7 +37,7 @@ def test_a_resumed_run_rejects_other_overrides(run: RunDirectory, override: str)
     message = str(raised.value)
     section = override.partition(".")[0]
     assert f"override {override}: a resumed run keeps its {section}" in message
-    assert "only engine, eval, metrics, preprocess.threads, supervisor, trainer may change" in message
+    assert "only engine, eval, metrics, preprocess.threads, supervisor, trainer, weights may change" in message
     assert "\n" not in message
 
 

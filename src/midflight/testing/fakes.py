@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class ScriptedGenerator:
     """A Generator whose rollout i takes `length_of(i)` steps. Every token is 0 and has the current weight version.
 
-    The weights of a version arrive `update_steps` steps after they are asked for, or in the next step if nothing is in
-    flight. A newer version that is asked for meanwhile replaces the older one, or comes after it (`replaces` = False).
+    The weights of a version arrive `update_steps` steps after they are asked for: 0: at once, otherwise in the next
+    step if nothing is in flight. A newer version that is asked for meanwhile replaces the older one, or comes after it
+    (`replaces` = False).
     """
 
     def __init__(self, length_of: Callable[[int], int], update_steps: int = 0, replaces: bool = True) -> None:
@@ -75,7 +76,9 @@ class ScriptedGenerator:
         elif self._replaces:
             self._wishes.pop()
         self._wishes.append(version)
-        if not self._versions:
+        if not self._update_steps:
+            self._wishes, self.weight_version = [], version
+        elif not self._versions:
             self._wishes, self._steps_left = [version], 0
 
     def _advance_update(self) -> None:

@@ -39,7 +39,7 @@ class Loop:
 
 
 def test_an_idle_loop_steps_without_a_wait_until_the_version_is_here() -> None:
-    run = Loop(ConventionalSchedule(2), update_steps=0, length=3)
+    run = Loop(ConventionalSchedule(2), update_steps=1, length=3)
     while not run.waits:
         run.loop.iteration(0)
     assert (run.generator.num_in_flight, run.generator.weight_version) == (0, 0)

@@ -166,6 +166,23 @@ def weights(
 
 
 @app.command()
+def memory(
+    recipes: Annotated[
+        str, typer.Option(help="recipes besides the demo, by name or file; none: an empty text")
+    ] = "smollm2_full,smollm2_lora",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps of each run")] = 8,
+    num_problems: Annotated[int, typer.Option(min=1, help="held-out problems of each evaluation")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Memory of every process of a run and of its parts, beside the estimates of a dry run."""
+    from benchmarks.memory import MemoryOptions, bench_memory, memory_table
+
+    options = MemoryOptions(tuple(filter(None, recipes.split(","))), steps, num_problems)
+    result = bench_memory(options, Console(stderr=True).print)
+    print(json_text(result) if as_json else memory_table(result))
+
+
+@app.command()
 def simulator(
     sizes: Annotated[
         str, typer.Option(metavar="GPUS:STEPS,...", help="GPUs and optimizer steps")

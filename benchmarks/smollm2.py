@@ -42,7 +42,7 @@ _RECIPE = SHIPPED_RECIPES["smollm2_lora"]
 _CHECKPOINT_EVERY = 24  # optimizer steps between evaluated checkpoints
 _NUM_TRL_MODELS = 3
 # Groups with equal rewards cost the trainer nothing. Early on few sums are right, so variants reward words.
-_FREQUENT_REWARD = 'task.rewards=[{type = "regex", options = {pattern = "[a-z]{3}", search = true}}]'
+FREQUENT_REWARD = 'task.rewards=[{type = "regex", options = {pattern = "[a-z]{3}", search = true}}]'
 _MIN_GAIN = 0.3
 _MAX_SECONDS = 600.0
 
@@ -210,7 +210,7 @@ def _variant(options: SmolOptions, overrides: list[str], recipe: str, dtype: str
         scratch = options.out / f"{recipe}-{dtype}"
         shutil.rmtree(scratch, ignore_errors=True)
         length = RunLength(steps=options.variant_steps).overrides
-        variant = [f"trainer.dtype={dtype}", f"engine.dtype={dtype}", _FREQUENT_REWARD, "eval.num_problems=0"]
+        variant = [f"trainer.dtype={dtype}", f"engine.dtype={dtype}", FREQUENT_REWARD, "eval.num_problems=0"]
         with PeakMemory(scratch) as memory:
             summary = train(SHIPPED_RECIPES[recipe], scratch, [*overrides, *length, *variant])
         run = RunDirectory(scratch)

@@ -168,10 +168,7 @@ def engine_memory(sizes: ModelSizes, engine: EngineOptions, published: str, num_
 
     `published`: dtype of the weights that the engine gets.
     """
-    device = torch.device(engine.device)
-    dtype = getattr(torch, published if engine.dtype == "auto" else engine.dtype)
-    if engine.dtype == "auto":
-        dtype = natural_dtype(dtype, device)
+    device, dtype = torch.device(engine.device), compute_dtype(engine, published)
     num_pages = num_seqs * -(-max_length // PAGE_SIZE) + 1
     cache = num_pages * page_bytes(sizes.num_layers, sizes.num_kv_heads, sizes.key // sizes.num_kv_heads, dtype)
     limit = cache if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
@@ -180,6 +177,14 @@ def engine_memory(sizes: ModelSizes, engine: EngineOptions, published: str, num_
         "KV cache": min(cache, limit),
         "logits": num_seqs * sizes.vocab_size * (dtype.itemsize + 4 * _FLOAT32),
     }
+
+
+def compute_dtype(engine: EngineOptions, published: str) -> torch.dtype:
+    """Return the dtype of an engine that gets weights of dtype `published`."""
+    if engine.dtype == "auto":
+        return natural_dtype(getattr(torch, published), torch.device(engine.device))
+    dtype: torch.dtype = getattr(torch, engine.dtype)
+    return dtype
 
 
 def reference_memory(sizes: ModelSizes) -> Parts:

@@ -194,4 +194,5 @@ def _differences(plain: Any, completion: Completion, request: Any) -> torch.Tens
     tokens = torch.cat([prompt, torch.from_numpy(generated.token_ids).long()]).to(plain.device)
     logprobs = plain(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     expected = logprobs.gather(1, tokens[len(prompt) :, None]).squeeze(1).cpu()
-    return (torch.from_numpy(generated.logprobs) - expected).abs()
+    differences: torch.Tensor = (torch.from_numpy(generated.logprobs) - expected).abs()
+    return differences

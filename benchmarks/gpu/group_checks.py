@@ -38,7 +38,8 @@ def nccl_on_one_rank(setting: Setting) -> list[Row]:
     assert torch.equal(piece, expected), "a broadcast to itself changed the bytes"
     seconds = time.perf_counter() - started
     links.abort()
-    return [{"nccl": ".".join(map(str, torch.cuda.nccl.version())), "seconds": seconds}]
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return [{"nccl": ".".join(map(str, version)), "seconds": seconds}]
 
 
 def nccl_twice_on_one_device(setting: Setting) -> list[Row]:

@@ -154,5 +154,14 @@ def _cache(keys: Tensor, values: Tensor, device: str) -> KVCache:
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    tensors = (batch.token_ids, batch.positions, batch.slots, batch.slot_mapping, batch.tables, batch.logits_index)
-    return Batch(*(tensor.to(device) for tensor in tensors), batch.num_decode, batch.chunks, batch.max_length)
+    return Batch(
+        batch.token_ids.to(device),
+        batch.positions.to(device),
+        batch.slots.to(device),
+        batch.slot_mapping.to(device),
+        batch.tables.to(device),
+        batch.logits_index.to(device),
+        batch.num_decode,
+        batch.chunks,
+        batch.max_length,
+    )

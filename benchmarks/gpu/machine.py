@@ -16,7 +16,7 @@ _PACKAGES = ("triton", "safetensors", "nvidia-nccl-cu13")
 
 def describe_gpu_machine(device: str) -> dict[str, Any]:
     """Date, processor, device, driver and versions."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -85,7 +85,7 @@ class Mixture:
 
     def held_out_problems(self, num_problems: int) -> list[Problem]:
         """Return held-out problems of every source in proportion to the weights; fewer if a source has fewer."""
-        counts = _apportioned([share.weight for share in self.shares], num_problems)
+        counts = apportioned([share.weight for share in self.shares], num_problems)
         return [
             _named(share, problem)
             for share, count in zip(self.shares, counts, strict=True)
@@ -138,7 +138,7 @@ def _named(share: Share, problem: Problem) -> Problem:
     return dataclasses.replace(problem, source=share.name)
 
 
-def _apportioned(weights: Sequence[float], total: int) -> list[int]:
+def apportioned(weights: Sequence[float], total: int) -> list[int]:
     """Shares of a total in proportion to the weights: whole numbers that add up to it."""
     ends = np.round(np.cumsum(weights) / np.sum(weights) * total).astype(int)
     return [int(count) for count in np.diff(ends, prepend=0)]

@@ -47,6 +47,14 @@ class GroupGradedTask(Protocol):
         ...
 
 
+def grade_alone(task: GroupGradedTask, problem: Problem, response: str) -> Grade:
+    """Return the grade of a response that is a group of its own. Raises: the exception in the place of its grade."""
+    (grade,) = task.grade_group(problem, [response])
+    if isinstance(grade, BaseException):
+        raise grade
+    return grade
+
+
 def wants_group(environment: object, problem: Problem) -> bool:
     """True if the environment grades all responses to this problem together."""
     if not isinstance(environment, GroupGradedTask):

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from midflight.config.tasks import GymTask, ReasoningGymSource
+from midflight.envs.mixture import apportioned
+from midflight.envs.one_turn import grade_alone
 from midflight.envs.patterns import compiled, last_answer
 from midflight.envs.rewards.terms import Rewards
 from midflight.errors import MissingExtraError, RecipeError
@@ -93,15 +95,11 @@ class ReasoningGymTask:
 
         Questions are distinct; a task with few different questions returns fewer.
         """
-        ends = np.round(np.cumsum(self._weights) / sum(self._weights) * num_problems).astype(int)
-        counts = np.diff(ends, prepend=0)
-        return [problem for task, count in enumerate(counts) for problem in self._held_out(task, int(count))]
+        counts = apportioned(self._weights, num_problems)
+        return [problem for task, count in enumerate(counts) for problem in self._held_out(task, count)]
 
     def grade(self, problem: Problem, response: str) -> Grade:
-        (grade,) = self.grade_group(problem, [response])
-        if isinstance(grade, BaseException):
-            raise grade
-        return grade
+        return grade_alone(self, problem, response)
 
     def grade_group(self, problem: Problem, responses: Sequence[str]) -> list[Grade | BaseException]:
         """Return the verifier's score of each response, plus the sum of the further rewards.

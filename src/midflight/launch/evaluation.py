@@ -14,6 +14,7 @@ from midflight.evals.answering import QuestionSet
 from midflight.evals.evaluate import EvaluationPlan
 from midflight.launch.environments import build_set_environments
 from midflight.launch.importing import users_code
+from midflight.launch.rewards import term_name
 from midflight.models.prompts import PromptFormat
 from midflight.protocols import Environment, GradedTask
 from midflight.types import Problem, SamplingParams
@@ -96,4 +97,4 @@ def _question_set(
 def _first_term(source: object) -> str | None:
     """Name of the first reward term of a source, whose value says that a response is right; None without terms."""
     terms = getattr(source, "rewards", ())
-    return (terms[0].name or terms[0].type.rpartition(":")[2]) if terms else None
+    return term_name(terms[0]) if terms else None

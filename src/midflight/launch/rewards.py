@@ -40,11 +40,16 @@ def build_rewards(terms: Sequence[RewardTerm]) -> Rewards:
     return Rewards([_build(term) for term in terms])
 
 
+def term_name(term: RewardTerm) -> str:
+    """Name of a term in the metrics: its own, or that of its reward or function."""
+    return term.name or term.type.rpartition(":")[2]
+
+
 def _build(term: RewardTerm) -> Term:
     target = REWARDS.find(term.type)
     with users_code(f"task.rewards: {term.type}"):
         function = reward_function(term.type, target, anchored_options(target, term.options))
-    name = term.name or term.type.rpartition(":")[2]
+    name = term_name(term)
     if name in _RESERVED:
         raise RecipeError(f"task.rewards: {term.type}: name = {name!r} is a metric of the run; use another one")
     return Term(name, function, term.weight)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from midflight.envs.one_turn import grade_alone
 from midflight.envs.rewards.signatures import RewardFunction
 from midflight.errors import RecipeError
 from midflight.types import Grade, Problem
@@ -80,10 +81,7 @@ class Rewards:
 
     def grade(self, problem: Problem, response: str) -> Grade:
         """Return the sum for one response. Raises: RewardError."""
-        (grade,) = self.grade_group(problem, [response])
-        if isinstance(grade, BaseException):
-            raise grade
-        return grade
+        return grade_alone(self, problem, response)
 
     def grade_group(self, problem: Problem, responses: Sequence[str]) -> list[Grade | BaseException]:
         """Return the sum for each response, or the error of a term that failed on this response alone.

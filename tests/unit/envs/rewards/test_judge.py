@@ -188,7 +188,7 @@ def test_check_refuses_a_wrong_key_only(judge: MakeJudge, server: Server, status
     [
         ({"url": "127.0.0.1:8000"}, "url = '127.0.0.1:8000' is not a URL"),
         ({"prompt": "{question}"}, "no place for the response"),
-        ({"score_pattern": "("}, "score_pattern = '\\(': "),
+        ({"score_pattern": "("}, "score_pattern = '\\(' is not a regular expression"),
         ({"score_pattern": "Score"}, "has no group"),
         ({"max_score": 0}, "max_score = 0 is not positive"),
         ({"api_key_variable": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE, which api_key_variable names, is not set"),

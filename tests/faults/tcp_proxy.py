@@ -18,7 +18,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -49,6 +49,7 @@ class Connection:
 
     def __init__(self, proxy: TcpProxy, up: _Half, down: _Half) -> None:
         self.proxy = proxy
+        self.struck: Direction = "up"  # direction of the fault that struck last
         self._halves: dict[Direction, _Half] = {"up": up, "down": down}
 
     @property
@@ -74,16 +75,16 @@ class Connection:
             half.writer.close()
         self.proxy.connections.discard(self)
 
-    def truncate(self, direction: Direction) -> None:
-        """End one direction: the reader gets the end of the file, and the writer goes on into nothing."""
-        half = self._halves[direction]
+    def truncate(self) -> None:
+        """End the direction that was struck: its reader gets the end of the file, its writer goes on into nothing."""
+        half = self._halves[self.struck]
         half.swallows = True
         with contextlib.suppress(OSError):
             half.writer.write_eof()
 
-    def swallow(self, direction: Direction) -> None:
-        """Lose all further bytes of one direction. Neither side learns it."""
-        self._halves[direction].swallows = True
+    def swallow(self) -> None:
+        """Lose all further bytes of the direction that was struck. Neither side learns it."""
+        self._halves[self.struck].swallows = True
 
     def hold(self) -> None:
         """Keep all bytes back in both directions until `release`; the buffers of both sides fill up."""
@@ -140,7 +141,7 @@ class Fault:
     def offset(self, connection: Connection, direction: Direction, chunk: bytes) -> int | None:
         """Return the number of bytes of this chunk up to the place of the fault, None if it is not known yet."""
         place = self.place
-        if place.kind != connection.proxy.kind or place.direction != direction:
+        if (place.kind, place.direction) not in connection.proxy.ways[direction]:
             return None
         if self.only not in (None, connection):
             return None
@@ -198,12 +199,18 @@ class FaultPlan:
 
 
 Rewrite = Callable[[Direction, bytes], bytes]
+Ways = Mapping[Direction, Set[tuple[str, Direction]]]
+
+
+def _unchanged(direction: Direction, chunk: bytes) -> bytes:
+    return chunk
 
 
 class TcpProxy:
     """A listener that forwards to `target`; all proxies of a `ProxyLoop` share its thread.
 
     `kind` names its connections in the places of faults. `rewrite` returns the bytes that pass instead of a chunk.
+    `ways`: kind and direction that the bytes of each direction count for; default: `kind` and the direction itself.
     """
 
     def __init__(
@@ -212,9 +219,11 @@ class TcpProxy:
         target: Address,
         kind: str,
         plan: FaultPlan,
-        rewrite: Rewrite = lambda direction, chunk: chunk,
+        rewrite: Rewrite = _unchanged,
+        ways: Ways | None = None,
     ) -> None:
         self.target, self.kind = target, kind
+        self.ways: Ways = ways or {"up": {(kind, "up")}, "down": {(kind, "down")}}
         self.connections: set[Connection] = set()
         self.num_accepted = 0
         self.refuses = False  # True: new connections are reset
@@ -255,7 +264,7 @@ class TcpProxy:
                 await self._forward(half, piece)
                 chunk = chunk[len(piece) :]
                 if fault is not None:
-                    fault.connection = connection
+                    fault.connection, connection.struck = connection, direction
                     fault.effect(connection)
                     fault.struck.set()
         if not half.swallows and not half.writer.is_closing():
@@ -302,9 +311,9 @@ class ProxyLoop:
         self._thread.join()
         self._loop.close()
 
-    def proxy(self, target: Address, kind: str, rewrite: Rewrite = lambda direction, chunk: chunk) -> TcpProxy:
+    def proxy(self, target: Address, kind: str, rewrite: Rewrite = _unchanged, ways: Ways | None = None) -> TcpProxy:
         """Open a proxy. Any thread may call this, the thread of the proxies as well."""
-        proxy = TcpProxy(self._loop, target, kind, self.plan, rewrite)
+        proxy = TcpProxy(self._loop, target, kind, self.plan, rewrite, ways)
         self._proxies.append(proxy)
         return proxy
 

@@ -120,7 +120,7 @@ def test_a_reset_reaches_both_ends(proxies: ProxyLoop, pair: Pair) -> None:
 
 
 def test_the_writer_of_truncated_bytes_learns_nothing(proxies: ProxyLoop, pair: Pair) -> None:
-    proxies.arm(Place("pair", after_bytes=2), lambda connection: connection.truncate("up"))
+    proxies.arm(Place("pair", after_bytes=2), Connection.truncate)
     pair.client.sendall(b"1234")
     assert read_all(pair.server) == b"12"
     pair.client.sendall(bytes(1 << 20))
@@ -129,7 +129,7 @@ def test_the_writer_of_truncated_bytes_learns_nothing(proxies: ProxyLoop, pair: 
 
 
 def test_swallowed_bytes_never_arrive(proxies: ProxyLoop, pair: Pair) -> None:
-    proxies.arm(Place("pair", after_bytes=2), lambda connection: connection.swallow("up"))
+    proxies.arm(Place("pair", after_bytes=2), Connection.swallow)
     pair.client.sendall(b"1234")
     assert read(pair.server, 2) == b"12"
     pair.server.sendall(b"answer")

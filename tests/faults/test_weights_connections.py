@@ -34,22 +34,6 @@ class Cut:
     new_group: bool = False  # the place is met only while a group is formed
 
 
-def truncate_up(connection: Connection) -> None:
-    connection.truncate("up")
-
-
-def swallow_up(connection: Connection) -> None:
-    connection.swallow("up")
-
-
-def truncate_down(connection: Connection) -> None:
-    connection.truncate("down")
-
-
-def swallow_down(connection: Connection) -> None:
-    connection.swallow("down")
-
-
 def delayed(connection: Connection) -> None:
     connection.delay(0.02)
 
@@ -76,17 +60,17 @@ def outgoing(after_bytes: int) -> Callable[[WeightLink], Place]:
 
 ANNOUNCEMENTS = [
     Cut("the announcement is reset", control(ANNOUNCEMENT), Connection.reset),
-    Cut("the announcement is cut off", control(ANNOUNCEMENT, 300), truncate_up),
+    Cut("the announcement is cut off", control(ANNOUNCEMENT, 300), Connection.truncate),
     Cut("the announcement is held back", control(ANNOUNCEMENT, 20), Connection.hold, lasts=True),
-    Cut("the announcement is lost", control(ANNOUNCEMENT, 20), swallow_up),
+    Cut("the announcement is lost", control(ANNOUNCEMENT, 20), Connection.swallow),
     Cut("the answer to the announcement is reset", control(ANNOUNCEMENT), in_answer(Connection.reset)),
     Cut("the answer to the announcement is cut off", control(ANNOUNCEMENT), in_answer(Connection.drop, 40)),
-    Cut("the answer to the announcement is lost", control(ANNOUNCEMENT), in_answer(swallow_down)),
+    Cut("the answer to the announcement is lost", control(ANNOUNCEMENT), in_answer(Connection.swallow)),
 ]
 ADOPTIONS = [
     Cut("the wish to adopt is reset", control(ADOPTION), Connection.reset),
     Cut("the wish to adopt is held back", control(ADOPTION, 20), Connection.hold, lasts=True),
-    Cut("the wish to adopt is lost", control(ADOPTION, 20), swallow_up),
+    Cut("the wish to adopt is lost", control(ADOPTION, 20), Connection.swallow),
     Cut("the answer to the wish is reset", control(ADOPTION), in_answer(Connection.reset)),
     Cut("the answer to the wish is cut off", control(ADOPTION), in_answer(Connection.drop, 30)),
     Cut("all control traffic is late", control(ADOPTION), delayed),
@@ -96,17 +80,17 @@ BUCKETS = [
     Cut("the first bucket is reset", incoming(MIB // 2), Connection.reset),
     Cut("the second bucket is reset", incoming(3 * MIB // 2), Connection.reset),
     Cut("the last bucket is reset", incoming(2_300_000), Connection.reset),
-    Cut("the bytes of a bucket end early", incoming(MIB), truncate_up),
-    Cut("the bytes of a bucket are lost", incoming(MIB), swallow_up),
+    Cut("the bytes of a bucket end early", incoming(MIB), Connection.truncate),
+    Cut("the bytes of a bucket are lost", incoming(MIB), Connection.swallow),
     Cut("the bytes of a bucket are held back", incoming(MIB // 2), Connection.hold, lasts=True),
     Cut("the link is slow", incoming(100_000), throttled, lasts=True),
     Cut("the link is late", incoming(100_000), delayed),
     Cut("bytes to another member are reset", outgoing(10), Connection.reset),
-    Cut("bytes to another member are lost", outgoing(10), swallow_down),
+    Cut("bytes to another member are lost", outgoing(10), Connection.swallow),
 ]
 FORMING = [
     Cut("the invitation is reset", control(INVITATION), Connection.reset, new_group=True),
-    Cut("the invitation is lost", control(INVITATION, 20), swallow_up, new_group=True),
+    Cut("the invitation is lost", control(INVITATION, 20), Connection.swallow, new_group=True),
     Cut("the invitation is held back", control(INVITATION, 20), Connection.hold, lasts=True, new_group=True),
     Cut("the answer to the invitation is cut off", control(INVITATION), in_answer(Connection.drop, 9), new_group=True),
     Cut("the store is reset at its first byte", store(0), Connection.reset, new_group=True),

@@ -14,7 +14,7 @@ import itertools
 import re
 import struct
 
-from faults.tcp_proxy import Direction, Place, ProxyLoop, Rewrite, TcpProxy
+from faults.tcp_proxy import Direction, Place, ProxyLoop, Rewrite, TcpProxy, Ways
 
 _STORE_PORT = re.compile(rb'(?<="master_port":)( ?)(\d{5})\b')
 _SOCKET_ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00\x01|\x00\x00\x00\x00)\x00{8}", re.DOTALL)
@@ -34,7 +34,9 @@ class WeightLink:
         self._control = loop.proxy(address, f"control-{self._index}", self.rewrite_control)
         self._rewrite_answer: Rewrite = lambda direction, chunk: chunk
         self._stores: dict[int, TcpProxy] = {}
-        self._data: dict[bytes, TcpProxy] = {}  # by the port that gloo listens on, as in a socket address
+        self._kind = f"data-{self._index}"
+        self._data: dict[int, TcpProxy] = {}  # to this member, by the port that gloo listens on
+        self._pairs: dict[tuple[int, int], TcpProxy] = {}  # to the members of later links, by link and port
 
     @property
     def url(self) -> str:
@@ -58,16 +60,11 @@ class WeightLink:
 
     def data(self, direction: Direction = "up", after_bytes: int = 0) -> Place:
         """Place in the weights; "up": on their way to the server."""
-        return Place(f"data-{self._index}", direction, after_bytes=after_bytes)
+        return Place(self._kind, direction, after_bytes=after_bytes)
 
     def refuse(self, refuses: bool) -> None:
         """Reset, or accept again, connections to the server's HTTP port."""
         self._control.refuses = refuses
-
-    def refuse_data(self, refuses: bool) -> None:
-        """Reset, or accept again, connections that would carry weights; holds for the groups formed so far."""
-        for proxy in self._data.values():
-            proxy.refuses = refuses
 
     def rewrite_control(self, direction: Direction, chunk: bytes) -> bytes:
         if direction == "down":
@@ -89,23 +86,32 @@ class WeightLink:
         return _SOCKET_ADDRESS.sub(self._published if direction == "up" else self._read, chunk)
 
     def _published(self, match: re.Match[bytes]) -> bytes:
-        """Address that the other members get of this one: the data proxy."""
-        port = match[1]
+        """Address that the trainer gets of this member; the other members get one of their own in `_read`."""
+        (port,) = struct.unpack(">H", match[1])
         if port not in self._data:
-            target = ("127.0.0.1", struct.unpack(">H", port)[0])
-            proxy = self._loop.proxy(target, f"data-{self._index}")
+            proxy = self._loop.proxy(("127.0.0.1", port), self._kind)
             self._data[port] = proxy
-            _OWNERS[proxy.address[1]] = self._index
+            _PUBLISHED[proxy.address[1]] = self._index, port
         return _socket_address(self._data[port].address[1], _CONNECTS)
 
     def _read(self, match: re.Match[bytes]) -> bytes:
-        """Address that this member gets of another one: it connects only to a proxy of a later link."""
+        """Address that this member gets of another one: it connects only to the proxies of later links."""
         (port,) = struct.unpack(">H", match[1])
-        connects = match[2] == _CONNECTS and _OWNERS.get(port, -1) > self._index
-        return match[0] if connects else _socket_address(port, _LISTENS)
+        index, real_port = _PUBLISHED.get(port, (-1, 0))
+        if match[2] != _CONNECTS or index <= self._index:
+            return _socket_address(port, _LISTENS)
+        pair = index, real_port
+        if pair not in self._pairs:
+            other = f"data-{index}"
+            ways: Ways = {
+                "up": {(other, "up"), (self._kind, "down")},
+                "down": {(self._kind, "up"), (other, "down")},
+            }
+            self._pairs[pair] = self._loop.proxy(("127.0.0.1", real_port), self._kind, ways=ways)
+        return _socket_address(self._pairs[pair].address[1], _CONNECTS)
 
 
-_OWNERS: dict[int, int] = {}  # index of the link by the port of its data proxy
+_PUBLISHED: dict[int, tuple[int, int]] = {}  # link and the port that gloo listens on, by the port that is published
 
 
 def _socket_address(port: int, host: bytes) -> bytes:

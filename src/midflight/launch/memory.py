@@ -168,7 +168,7 @@ def engine_memory(sizes: ModelSizes, engine: EngineOptions, published: str, num_
 
     `published`: dtype of the weights that the engine gets.
     """
-    device, dtype = torch.device(engine.device), compute_dtype(engine, published)
+    dtype = compute_dtype(engine, published)
     num_pages = num_seqs * -(-max_length // PAGE_SIZE) + 1
     cache = num_pages * page_bytes(sizes.num_layers, sizes.num_kv_heads, sizes.key // sizes.num_kv_heads, dtype)
     limit = cache if engine.kv_cache_mib is None else engine.kv_cache_mib << 20

@@ -1,33 +1,36 @@
-"""Generator behind HTTP compared with an engine in process, weight updates included."""
+"""Generator behind HTTP compared with an engine in process, adoption of new weights included."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 import pytest
-import torch
 
 from contract.generating import LONG, drain, requests
-from midflight.errors import GenerationError, GenerationLostError, RequestError, WeightUpdateError
-from midflight.generation.client import HTTPGenerator
+from contract.weight_sending import incoming
+from midflight.errors import GenerationError, GenerationLostError, ModelError, RequestError
+from midflight.generation import adoption
+from midflight.generation.client import NO_VERSION, HTTPGenerator
+from midflight.generation.driver import Weights as Label
 from midflight.models.loading import weights_of
 from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, RolloutId, SamplingParams
 
 if TYPE_CHECKING:
-    from contract.conftest import Server, StartServer
+    from contract.conftest import RunApp, Server, StartServer
+
+OLD, NEW = weights_of(tiny_model()), weights_of(tiny_model(seed=1))
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[HTTPGenerator]:
-    with HTTPGenerator(server.url, timeout_s=30, bucket_bytes=4096) as client:
+    with HTTPGenerator(server.url, timeout_s=30) as client:
         yield client
 
 
@@ -185,15 +188,20 @@ def test_one_event_waits_for_several_clients(start_server: StartServer) -> None:
         assert [client.step() for client in clients] == [[], []]
 
 
-def test_a_restarted_server_with_old_weights_is_refused(start_server: StartServer) -> None:
-    first = start_server()
-    with HTTPGenerator(first.url) as client:
-        client.update_weights(3, weights_of(tiny_model(seed=1)))
-        first.driver.weight_version = 0  # as after a restart
-        with pytest.raises(GenerationError, match="min_weight_version is 3, but the weights have version 0"):
+def test_restarted_server_with_old_weights_is_refused(start_server: StartServer) -> None:
+    server = start_server()
+    server.driver.stage(incoming(3, NEW, "run"))
+    server.driver.adopt("run", 3).result()
+    with HTTPGenerator(server.url, lineage="run") as client:
+        assert client.weight_version == 3
+        server.driver.active = Label("run", 2, 2)  # as after a restart
+        with pytest.raises(GenerationError, match="min_weight_version is 3, but the weights have version 2"):
+            client.add(requests(1))
+        server.driver.active = Label("", 4, 4)
+        with pytest.raises(GenerationError, match="weight_lineage is 'run', but the weights are of lineage ''"):
             client.add(requests(1))
         assert client.num_in_flight == 0
-        first.driver.weight_version = 4
+        server.driver.active = Label("run", 4, 4)
         client.add(requests(1))
         drain(client)
 
@@ -212,210 +220,109 @@ def test_abort_while_paused_returns_waiting_requests(server: Server, client: HTT
     assert server.driver.num_in_flight == 0
 
 
-class Hooked(dict[str, torch.Tensor]):
-    """Weights that call `hook` when the first tensor is packed, which starts the transfer."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], hook: Callable[[], object]) -> None:
-        super().__init__(weights)
-        self._hook: Callable[[], object] | None = hook
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if self._hook:
-            hook, self._hook = self._hook, None
-            hook()
-        return super().__getitem__(name)
+def wait_for_version(client: HTTPGenerator, version: int) -> list[Completion]:
+    completions: list[Completion] = []
+    while client.weight_version < version:
+        completions += client.step()
+    return completions
 
 
-def test_update_keeps_requests_in_flight(start_server: StartServer) -> None:
-    """Tokens sampled after the update match an engine with the new weights; the server keeps answering meanwhile."""
+def test_adopted_weights_keep_requests_in_flight(start_server: StartServer) -> None:
+    """`adopt` returns at once; the version is a field that follows when the weights have arrived."""
     server = start_server()
-    old, new = tiny_model(seed=0), tiny_model(seed=1)
-    with HTTPGenerator(server.url, chunk_tokens=1, bucket_bytes=4096) as client:
+    with HTTPGenerator(server.url, chunk_tokens=1, lineage="run") as client:
+        assert client.weight_version == NO_VERSION, "the weights of the server are of another lineage"
+        client.adopt(3)
+        assert client.weight_version == NO_VERSION
+        server.driver.stage(incoming(3, OLD, "run"))
+        wait_for_version(client, 3)
         client.add(requests(4, LONG))
-
-        def served_meanwhile() -> None:
-            assert server.http.post("/v1/completions", json={"prompt": [3], "max_tokens": 2}).status_code == 200
-
-        client.update_weights(3, Hooked(weights_of(new), served_meanwhile))
-        assert client.weight_version == 3
-        assert not client.update_pending
-        client.add(requests(2, LONG, first=50))
-        completions = drain(client)
-        versions = [set(completion.generated.weight_versions.tolist()) for completion in completions.values()]
-        assert versions[-2:] == [{3}, {3}]
+        server.driver.stage(incoming(4, NEW, "run"))
+        client.adopt(4)
+        completions = {each.rollout_id: each for each in wait_for_version(client, 4)} | drain(client)
+        assert sorted(completions) == [0, 1, 2, 3]
+        assert {int(each.generated.weight_versions.min()) for each in completions.values()} <= {3, 4}
         (fresh,) = requests(1, LONG, first=90)
         client.add([fresh])
-        (after,) = drain(client).values()
-        engine = tiny_engine(old)
-        engine.update_weights(3, weights_of(new))
+        engine = tiny_engine(tiny_model(seed=1), version=4)
         engine.add([fresh])
-        assert_same(after, drain(engine)[90], rounding=1e-5)
-        assert server.metric("weight_updates_total") == 1
-        assert server.metric("weight_version") == 3
-        client.update_weights(4, weights_of(old))
-        assert client.weight_version == 4
+        assert_same(drain(client)[90], drain(engine)[90], rounding=1e-5)
+
+
+def test_newer_wish_replaces_an_older_one(start_server: StartServer) -> None:
+    server = start_server()
+    with HTTPGenerator(server.url) as client:
+        for version in (1, 2, 3, 3, 2):
+            client.adopt(version)
+        server.driver.stage(incoming(2, NEW))
+        wait_for_version(client, 2)
+        server.driver.stage(incoming(3, NEW))
+        wait_for_version(client, 3)
+
+
+def test_wish_survives_lost_connections(
+    start_server: StartServer, running: RunApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption, "RETRY_S", 0.01)
+    server, num_lost = start_server(), 0
+
+    async def losing(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_lost
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/adopt" and num_lost < 3:
+            num_lost += 1
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+            return  # the connection is closed in the middle of the answer
+        await server.app(scope, receive, send)
+
+    with running(losing) as url, HTTPGenerator(url) as client:
+        client.adopt(1)
+        server.driver.stage(incoming(1, NEW))
+        wait_for_version(client, 1)
+    assert num_lost == 3
+
+
+def test_event_tells_that_weights_were_adopted(start_server: StartServer) -> None:
+    server, ended = start_server(), threading.Event()
+    with HTTPGenerator(server.url, ended=ended) as client:
+        client.adopt(1)
+        server.driver.stage(incoming(1, NEW))
+        assert ended.wait(60)
+        assert client.weight_version == 1
+
+
+def test_server_with_another_protocol_is_refused(running: RunApp) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"status": "ok", "protocol": 9}'})
+
+    with running(app) as url, pytest.raises(ModelError, match="follows version 9 of the protocol, and this client"):
+        HTTPGenerator(url)
 
 
 def test_update_in_flight_matches_the_engine(start_server: StartServer) -> None:
     """Tokens and log-probabilities match an engine that is updated after the same number of steps."""
-    new = weights_of(tiny_model(seed=1))
     expected, engine = tiny_engine(tiny_model()), tiny_engine(tiny_model())
     limited = Limited(engine, num_steps=5)
-    with HTTPGenerator(start_server(limited).url, chunk_tokens=1) as client:
+    server = start_server(limited)
+    with HTTPGenerator(server.url, chunk_tokens=1) as client:
         client.add(requests(1, LONG))
         expected.add(requests(1, LONG))
         wait_for_tokens(client, 0, 5)
         for _ in range(5):
             expected.step()
-        client.update_weights(2, new)
-        expected.update_weights(2, new)
+        expected.stage(incoming(2, NEW))
+        expected.adopt(2)
+        server.driver.stage(incoming(2, NEW))
+        adopted = server.driver.adopt("", 2)
+        server.driver.abort([]).result()  # the command before this one has been executed then
         limited.num_steps = 1000
+        assert adopted.result().version == 2
         (completion,) = drain(client).values()
     assert completion.generated.weight_versions.tolist() == [0] * 5 + [2] * 19
     assert_same(completion, drain(expected)[0])
-
-
-Weights = dict[str, torch.Tensor]
-NAME = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights: {name: weights[name] for name in weights if name != NAME}, f"lack '{NAME}'"),
-        (lambda weights: {**weights, "model.extra": weights[NAME]}, "no tensor 'model.extra'"),
-        (lambda weights: {**weights, NAME: weights[NAME][:-1]}, r"announced as \[31, 48\], not \[32, 48\]"),
-        (lambda weights: {**weights, NAME: weights[NAME].double()}, "float64"),
-        (lambda weights: {**weights, NAME: weights[NAME].bfloat16()}, "bfloat16"),
-        (lambda weights: {**weights, NAME: weights[NAME] / 0}, f"version 1 of the weights is refused: {NAME} has NaN"),
-    ],
-)
-def test_a_refused_update_keeps_the_old_weights(
-    start_server: StartServer, change: Callable[[Weights], Weights], message: str
-) -> None:
-    server = start_server(tiny_engine(tiny_model(), max_update_pause_s=1e-9))
-    new = weights_of(tiny_model(seed=1))
-    with HTTPGenerator(server.url) as client:
-        client.add(requests(1))
-        with pytest.raises(WeightUpdateError, match=message):
-            client.update_weights(1, change(new))
-        (completion,) = drain(client).values()
-        assert set(completion.generated.weight_versions.tolist()) == {0}
-        assert client.weight_version == 0
-        client.update_weights(2, new)
-        assert client.weight_version == 2
-
-
-def test_a_second_concurrent_update_is_refused(start_server: StartServer) -> None:
-    server = start_server()
-    weights = weights_of(tiny_model(seed=1))
-    body = {"version": 9, "names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
-    answers: list[httpx.Response] = []
-    with HTTPGenerator(server.url) as first, HTTPGenerator(server.url) as second:
-
-        def meanwhile() -> None:
-            answers.append(server.http.post("/request_weight_update", json=body))
-            with pytest.raises(WeightUpdateError, match="another weight update is going on"):
-                second.update_weights(2, weights)
-
-        first.update_weights(1, Hooked(weights, meanwhile))
-        assert answers[0].status_code == 409
-        assert answers[0].json()["error"]["code"] == "update_in_progress"
-        assert first.weight_version == 1
-        second.update_weights(2, weights)  # creates a new process group with the server
-        assert first.weight_version == 2
-
-
-class BrokenOffError(Exception):
-    pass
-
-
-def fail() -> None:
-    raise BrokenOffError
-
-
-def test_an_interrupted_update_keeps_the_old_weights(start_server: StartServer) -> None:
-    server = start_server()
-    weights = weights_of(tiny_model(seed=1))
-    with HTTPGenerator(server.url, bucket_bytes=4096) as client:
-        with pytest.raises(BrokenOffError):
-            client.update_weights(1, Hooked(weights, fail))
-        while (response := server.http.post("/request_weight_update", json=announcement())).status_code == 409:
-            pass  # the server has not noticed the interruption yet
-        assert response.status_code == 400
-        assert "no process group" in response.json()["error"]["message"]
-        assert client.weight_version == 0
-        client.add(requests(1))
-        drain(client)
-        client.update_weights(2, weights)
-        assert client.weight_version == 2
-
-
-def announcement() -> dict[str, object]:
-    weights = weights_of(tiny_model())
-    return {
-        "version": 1,
-        "names": list(weights),
-        "dtypes": ["float32"] * len(weights),
-        "shapes": [list(tensor.shape) for tensor in weights.values()],
-    }
-
-
-def test_a_late_sender_times_out(start_server: StartServer) -> None:
-    """The sender starts after the server has stopped waiting."""
-    server = start_server()
-    answered: list[httpx.Response] = []
-    with HTTPGenerator(server.url, timeout_s=1) as client:
-        client.update_weights(1, weights_of(tiny_model(seed=0)))
-        # No sender follows this announcement.
-        answered.append(server.http.post("/request_weight_update", json={**announcement(), "version": 2}))
-        assert answered[0].status_code == 400
-        error = answered[0].json()["error"]
-        assert error["type"] == "weight_update_error"
-        assert "version 2 did not arrive: bucket 1 of 1: " in error["message"]
-        assert client.weight_version == 1
-        with pytest.raises(WeightUpdateError):
-            client.update_weights(3, weights_of(tiny_model(seed=1)))
-        client.update_weights(4, weights_of(tiny_model(seed=1)))
-        assert client.weight_version == 4
-
-
-def test_admin_routes_need_the_token(start_server: StartServer) -> None:
-    server = start_server(admin_token="sesame")
-    routes: dict[str, dict[str, object] | None] = {
-        "/abort": {"rollout_ids": []},
-        "/pause": None,
-        "/resume": None,
-        "/init_process_group": {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2},
-        "/request_weight_update": announcement(),
-    }
-    for route, body in routes.items():
-        refused = server.http.post(route, json=body)
-        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        assert refused.headers["WWW-Authenticate"] == "Bearer"
-        wrong = server.http.post(route, json=body, headers={"Authorization": "Bearer open"})
-        assert (wrong.status_code, wrong.json()["error"]["type"]) == (403, "permission_error")
-    assert not server.driver.paused
-    weights = weights_of(tiny_model(seed=1))
-    with HTTPGenerator(server.url) as stranger, pytest.raises(RequestError, match="Authorization: Bearer"):
-        stranger.update_weights(1, weights)
-    with HTTPGenerator(server.url, admin_token="sesame") as client:
-        client.update_weights(1, weights)
-        client.add(requests(1))
-        client.abort([RolloutId(0)])
-        assert client.weight_version == 1
-
-
-def test_joining_an_absent_process_group_is_refused(server: Server) -> None:
-    with httpx.Client(base_url=server.url) as http:
-        body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
-        response = http.post("/init_process_group", json=body)
-        assert response.status_code == 400
-        assert "rank 1 cannot join 127.0.0.1:1: " in response.json()["error"]["message"]
-        response = http.post("/init_process_group", json={**body, "rank": 2})
-        assert response.json()["error"]["message"] == "rank is 2, not 1 to 1"
-        response = http.post("/init_process_group", json={**body, "master_address": "nowhere.invalid"})
-        assert response.status_code == 400
 
 
 def test_a_url_without_server_is_an_error() -> None:

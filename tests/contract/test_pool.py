@@ -2,51 +2,93 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from contract.generating import LONG, drain, requests
+from contract.weight_sending import incoming
 from midflight.concurrency.background import run_in_background
 from midflight.errors import RequestError
 from midflight.generation import members
 from midflight.generation.client import HTTPGenerator
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.models.loading import weights_of
+from midflight.protocols import IncomingWeights
 from midflight.testing.tiny_models import tiny_engine, tiny_model
 from midflight.types import Completion, FinishReason, RolloutId
 
+if TYPE_CHECKING:
+    from contract.conftest import Server, StartServer
+
 OLD, NEW = weights_of(tiny_model()), weights_of(tiny_model(seed=1))
+LINEAGE = "run"
 
 
-def pool_of_one() -> EnginePool:
-    pool = EnginePool(0, OLD)
-    pool.join("embedded", tiny_engine(tiny_model(), max_update_pause_s=1e-9))
-    while not pool.wait_for_member():
-        pass
-    return pool
+class Fleet:
+    """A pool and the engines that weights are staged in."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self.pool = pool
+        self.stage: list[Callable[[IncomingWeights], object]] = []
+
+    def update(self, version: int) -> list[Completion]:
+        """Let all engines adopt new weights; return the completions until the pool samples with them."""
+        for stage in self.stage:
+            stage(incoming(version, NEW, LINEAGE))
+        return adopt(self.pool, version)
+
+
+def adopt(pool: EnginePool, version: int) -> list[Completion]:
+    completions: list[Completion] = []
+    pool.adopt(version)
+    while pool.weight_version < version:
+        completions += pool.step()
+    return completions
+
+
+def fleet_of_one() -> Fleet:
+    engine, pool = tiny_engine(tiny_model()), EnginePool(0)
+    pool.join("embedded", engine)
+    fleet = Fleet(pool)
+    fleet.stage.append(engine.stage)
+    return fleet
 
 
 @pytest.fixture(params=["embedded", "http"])
-def pool(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     if request.param == "embedded":
-        yield pool_of_one()
+        yield fleet_of_one()
         return
     start_server = request.getfixturevalue("start_server")
     ended = threading.Event()
-    pool = EnginePool(0, OLD, run=run_in_background, ended=ended)
+    fleet = Fleet(EnginePool(0, run=run_in_background, ended=ended))
     for name in ("one", "two", "three"):
-        join(pool, name, start_server().url, ended)
-    while pool.num_engines < 3:
-        pool.step()
-    yield pool
-    pool.close()
+        server = started(start_server)
+        join(fleet.pool, name, server.url, ended)
+        fleet.stage.append(server.driver.stage)
+    while fleet.pool.num_engines < 3:
+        fleet.pool.step()
+    yield fleet
+    fleet.pool.close()
+
+
+@pytest.fixture
+def pool(fleet: Fleet) -> EnginePool:
+    return fleet.pool
+
+
+def started(start_server: StartServer) -> Server:
+    """Start a server with weights of the run, version 0."""
+    server = start_server()
+    server.driver.stage(incoming(0, OLD, LINEAGE))
+    server.driver.adopt(LINEAGE, 0).result()
+    return server
 
 
 class Notes:
@@ -117,13 +159,12 @@ def test_resumed_requests_match_uninterrupted_ones(pool: EnginePool) -> None:
         assert_same(completion, expected[rollout_id])
 
 
-def test_update_keeps_requests_in_flight(pool: EnginePool) -> None:
+def test_update_keeps_requests_in_flight(fleet: Fleet) -> None:
+    pool = fleet.pool
     pool.add(requests(4, LONG))
-    pool.update_weights(3, NEW)
-    while pool.update_pending:
-        pool.step()
+    done = fleet.update(3)
     assert pool.weight_version == 3
-    drain(pool)
+    assert len(done) + len(drain(pool)) == 4
     (fresh,) = requests(1, LONG, first=90)
     pool.add([fresh])
     engine = tiny_engine(tiny_model(seed=1), version=3)
@@ -134,106 +175,78 @@ def test_update_keeps_requests_in_flight(pool: EnginePool) -> None:
 
 
 def test_embedded_update_matches_the_engine_token_by_token() -> None:
-    """The weights are copied in slices between tokens."""
-    pool, engine = pool_of_one(), tiny_engine(tiny_model(), max_update_pause_s=1e-9)
-    for generator in (pool, engine):
+    fleet, engine = fleet_of_one(), tiny_engine(tiny_model())
+    pool = fleet.pool
+    for generator, stage in ((pool, fleet.stage[0]), (engine, engine.stage)):
         generator.add(requests(3, LONG))
         generator.step()
-        generator.update_weights(1, NEW)
-    num_pending = 0
+        generator.adopt(1)
+        generator.step()
+        stage(incoming(1, NEW, LINEAGE))
     while engine.num_in_flight:
-        assert pool.update_pending == engine.update_pending
         assert pool.weight_version == engine.weight_version
-        num_pending += engine.update_pending
         ours, theirs = pool.step(), engine.step()
         assert [each.generated.weight_versions.tolist() for each in ours] == [
             each.generated.weight_versions.tolist() for each in theirs
         ]
-    assert num_pending > 1
     assert not pool.num_in_flight
 
 
-@contextmanager
-def blocked(running: Any, app: Any, path: str) -> Iterator[tuple[str, threading.Event]]:
-    """Serve the application at another URL; requests to `path` wait until the event is set."""
-    free = threading.Event()
-
-    async def blocked_app(scope: Any, receive: Any, send: Any) -> None:
-        if scope.get("path") == path:
-            await asyncio.to_thread(free.wait)
-        await app(scope, receive, send)
-
-    with running(blocked_app) as url:
-        try:
-            yield url, free
-        finally:
-            free.set()
-
-
 def join(pool: EnginePool, name: str, url: str, ended: threading.Event) -> None:
-    server = HTTPGenerator(url, chunk_tokens=1, ended=ended)
+    server = HTTPGenerator(url, chunk_tokens=1, ended=ended, lineage=LINEAGE)
     pool.join(name, server, server.close)
 
 
-def update(pool: EnginePool, version: int) -> list[Completion]:
-    completions: list[Completion] = []
-    pool.update_weights(version, NEW)
-    while pool.update_pending:
-        completions += pool.step()
-    return completions
-
-
-def test_an_unreachable_joiner_delays_no_update(start_server: Any, running: Any, notes: Notes) -> None:
+def test_joiner_without_weights_delays_no_update(start_server: StartServer, notes: Notes) -> None:
+    """A server that the trainer cannot reach keeps its old weights: it gets no requests, and nobody waits for it."""
     ended = threading.Event()
-    with (
-        closing(EnginePool(0, OLD, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool,
-        blocked(running, start_server().app, "/init_process_group") as (unreachable, _),
-    ):
-        join(pool, "good", start_server().url, ended)
+    good, other = started(start_server), start_server()
+    with closing(EnginePool(0, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool:
+        join(pool, "good", good.url, ended)
         while not pool.wait_for_member():
             pass
-        join(pool, "unreachable", unreachable, ended)
+        join(pool, "other", other.url, ended)
         pool.add(requests(4, LONG))
         done = 0
         for version in (1, 2, 3):
-            done += len(update(pool, version))
-            assert pool.weight_version == version
+            good.driver.stage(incoming(version, NEW, LINEAGE))
+            done += len(adopt(pool, version))
         assert done + len(drain(pool)) == 4
-        assert pool.names == {"good", "unreachable"}
+        assert pool.names == {"good", "other"}
         assert notes.said == ["good joined with weights of version 0"]
-
-
-def test_a_server_slow_to_update_is_set_aside(
-    start_server: Any, running: Any, notes: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rollouts continue on the other server with their tokens, until the slow one has the newest weights."""
-    monkeypatch.setattr(members, "PATIENCE_S", 0.1)
-    ended = threading.Event()
-    server = start_server()
-    with (
-        closing(EnginePool(0, OLD, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool,
-        blocked(running, server.app, "/request_weight_update") as (url, free),
-    ):
-        free.set()
-        join(pool, "good", start_server().url, ended)
-        join(pool, "slow", url, ended)
+        other.driver.stage(incoming(3, NEW, LINEAGE))
         while pool.num_engines < 2:
             pool.step()
-        free.clear()
-        server.http.post("/pause")
+        assert notes.said[1:] == ["other joined with weights of version 3"]
+
+
+def test_late_server_is_set_aside_until_it_has_caught_up(
+    start_server: StartServer, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rollouts continue on the other server with their tokens, until the late one has the newest weights."""
+    monkeypatch.setattr(members, "PATIENCE_S", 0.1)
+    ended = threading.Event()
+    good, late = started(start_server), started(start_server)
+    with closing(EnginePool(0, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool:
+        join(pool, "good", good.url, ended)
+        join(pool, "late", late.url, ended)
+        while pool.num_engines < 2:
+            pool.step()
+        late.http.post("/pause")
         pool.add(requests(12, LONG))
         done: list[Completion] = []
         for version in (1, 2):
-            done += update(pool, version)
-            assert (pool.weight_version, pool.num_engines) == (version, 1)
+            good.driver.stage(incoming(version, NEW, LINEAGE))
+            done += adopt(pool, version)
+            assert pool.num_engines == 1
         done += drain(pool).values()
         assert len(done) == 12
         assert all((np.diff(each.generated.weight_versions) >= 0).all() for each in done)
-        server.http.post("/resume")
-        free.set()
+        late.http.post("/resume")
+        late.driver.stage(incoming(2, NEW, LINEAGE))
         while pool.num_engines < 2:
             pool.step()
-        assert server.driver.weight_version == 2
-    assert notes.said[2:4] == [
-        "slow gets no requests until it has caught up: it has version 0, and others sample with 1"
+        assert late.driver.active.version == 2
+    assert notes.said[2:] == [
+        "late gets no requests until it has caught up: it has version 0, and others sample with 1"
     ]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from contract.weight_sending import incoming
 from midflight.errors import GenerationError, GenerationLostError, RequestError
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.reference import HTTPReference
@@ -212,7 +213,8 @@ def test_a_weight_update_of_the_reference_is_an_error(start_server: StartServer)
     server = start_server()
     with HTTPReference(server.url, 1.0) as reference:
         reference.logprobs(shared_prompts())
-        server.driver.update_weights(5, weights_of(tiny_model(seed=1))).result()
+        server.driver.stage(incoming(5, weights_of(tiny_model(seed=1))))
+        server.driver.adopt("", 5).result()
         with pytest.raises(GenerationError, match=r"changed from version 0 to 5"):
             reference.logprobs(shared_prompts())
 

@@ -131,7 +131,7 @@ class ProcessGroupReceiver:
         return WeightUpdateError(f"rank {self._invitation.rank} cannot join {self._name}: {reason}")
 
     def _watch(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._lifeline, contextlib.suppress(OSError):
             self._lifeline.recv(1)
         self._fail("group", f"{self._peers[0]} closed the group or is gone")
 

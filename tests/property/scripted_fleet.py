@@ -40,16 +40,15 @@ class Server(ScriptedGenerator):
         self.weight_version = self.staged = self.wish = NO_VERSION
         self.hangs_since: int | None = None
         self.is_dead = False
-        self.is_cut_off = False  # from the other members of the broadcast; it answers requests
+        self.cut_off_until = 0  # tick; until then no weights reach it, but it answers requests
         self.num_tokens = 0
 
     @property
     def is_healthy(self) -> bool:
         return self.hangs_since is None and not self.is_dead
 
-    @property
-    def takes_weights(self) -> bool:
-        return self.is_healthy and not self.is_cut_off
+    def takes_weights(self, now: int) -> bool:
+        return self.is_healthy and now >= self.cut_off_until
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         if not self.is_healthy:
@@ -91,18 +90,19 @@ class Broadcast:
         self.watch = ChainWatch([server.name for server in chain], NUM_BYTES, TIMEOUT_S, begun_at * TICK_S)
         self._links = [_Link() for _ in chain]
 
-    def move(self) -> None:
+    def move(self, now: int) -> None:
         """Let every server take bytes from the one before it; the trainer has all of them."""
-        budgets = [server.rate if server.takes_weights else 0 for server in self.chain]
-        while sum(self._take(index, budgets) for index in range(len(self.chain))):
+        takes = [server.takes_weights(now) for server in self.chain]
+        budgets = [server.rate if takes[index] else 0 for index, server in enumerate(self.chain)]
+        while sum(self._take(index, budgets, takes) for index in range(len(self.chain))):
             pass
 
-    def _take(self, index: int, budgets: list[int]) -> int:
+    def _take(self, index: int, budgets: list[int], takes: Sequence[bool]) -> int:
         """Let one server take what it can; return the number of bytes."""
         link, is_last = self._links[index], index + 1 == len(self.chain)
         available, room = NUM_BYTES, NUM_BYTES if is_last else link.passed_on + ROOM_BYTES
         if index:
-            available = self._links[index - 1].received if self.chain[index - 1].takes_weights else 0
+            available = self._links[index - 1].received if takes[index - 1] else 0
         num_bytes = max(0, min(available, room, link.received + budgets[index]) - link.received)
         link.received += num_bytes
         budgets[index] -= num_bytes
@@ -177,7 +177,7 @@ class ScriptedSender:
                 self._leave_out(name, entry, "no answer")
 
     def _advance(self, broadcast: Broadcast) -> None:
-        broadcast.move()
+        broadcast.move(self.now)
         done = broadcast.done()
         failed = {server.name for server in broadcast.chain if server.is_dead}
         failed |= set(broadcast.observe(self.now))

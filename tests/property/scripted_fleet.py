@@ -13,6 +13,7 @@ from midflight.errors import GenerationLostError
 from midflight.generation.members import NO_VERSION
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import Completion, GenerationRequest, RolloutId
+from midflight.weights.membership import Entry as AnyEntry
 from midflight.weights.membership import Membership
 from midflight.weights.progress import ChainWatch, Progress
 
@@ -143,7 +144,7 @@ class ScriptedSender:
     def __init__(self) -> None:
         self.now = 0
         self.membership = Membership(lambda: self.now * TICK_S, lambda text: None)
-        self._asked: dict[str, tuple[Entry, int]] = {}  # entry, tick of the question
+        self._asked: dict[str, tuple[AnyEntry, int]] = {}  # entry, tick of the question
         self._broadcast: Broadcast | None = None
         self._newest, self._published_at = 0, 0
         self._spares_first, self._slow_first = False, ""
@@ -204,6 +205,6 @@ class ScriptedSender:
         waited = self.now - self._published_at
         return bool(others) and self._newest > broadcast.version and waited >= TIMEOUT_TICKS
 
-    def _leave_out(self, name: str, entry: Entry, why: str) -> None:
+    def _leave_out(self, name: str, entry: AnyEntry, why: str) -> None:
         self.membership.forget_weights(name, entry)
         self.membership.leave_out(name, entry, why)

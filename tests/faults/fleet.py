@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from faults.policies import check_policies
 from faults.runs import RECIPE, SETTINGS, TIMEOUT_S, Run, batches_of, num_lines, training
 from faults.tcp_proxy import Connection, Effect, Place, ProxyLoop
 from faults.weight_links import WeightLink
@@ -43,6 +45,8 @@ REMOTE = (
     f"schedule.max_lag={MAX_LAG}",
     "supervisor.backoff_s=0.02",
     "supervisor.max_restarts=20",
+    "trainer.checkpoint_every=6",  # a step takes a fraction of a second
+    "task.grading_timeout_s=60",
 )
 PROMPT, NUM_TOKENS, SEED, ROLLOUT = [5, 6, 7, 8], 12, 3, 1_000_000  # an id that the run does not reach
 _POLL_S = 0.02
@@ -56,6 +60,7 @@ class Reading:
     version: int
     staged: int  # newest version whose tensors are there, at least `version`
     tokens: int  # sampled since the start of the server
+    in_flight: int
 
 
 class Server:
@@ -103,7 +108,7 @@ class Server:
         name = "midflight_generated_tokens_total "
         tokens = next(int(float(line.removeprefix(name))) for line in lines if line.startswith(name))
         version: int = health["weight_version"]
-        return Reading(version, max(version, health["staged_version"] or 0), tokens)
+        return Reading(version, max(version, health["staged_version"] or 0), tokens, health["in_flight"])
 
     def sample(self) -> dict[str, Any]:
         """Sample a response to the fixed prompt; return its token ids, log-probabilities and weight versions."""
@@ -239,6 +244,20 @@ class Fleet:
             )
         )
 
+    def wait_for_progress(self, num_tokens: int = 8) -> None:
+        """Wait until the servers have sampled more tokens, or have none left to sample under the lag bound."""
+        before = sum(reading.tokens for server in self.servers if (reading := server.read()))
+
+        def has_progress() -> bool:
+            readings = [server.read() for server in self.servers]
+            if None in readings:
+                return False
+            known = [reading for reading in readings if reading]
+            sampled = sum(reading.tokens for reading in known) - before
+            return sampled >= num_tokens or not any(reading.in_flight for reading in known)
+
+        self._wait(has_progress)
+
     def wait_for_newest_weights(self) -> None:
         """Wait until every server has received the version that the trainer published last."""
         self._wait(
@@ -316,6 +335,8 @@ def fleet(path: Path, *settings: str, names: Sequence[str] = NAMES) -> Iterator[
             fleet.check_weights(server)
         run.end()
         check_lag(directory)
+        assert check_policies(directory) > 0
+    shutil.rmtree(path)  # hundreds of megabytes of checkpoints
 
 
 def start_servers(names: Sequence[str], run: RunDirectory, loop: ProxyLoop) -> list[Server]:

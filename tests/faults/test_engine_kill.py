@@ -25,7 +25,7 @@ from faults.runs import (
     training,
 )
 from midflight.config.run_directory import RunDirectory
-from midflight.run.engine_registry import read_entries
+from midflight.generation.registry import read_entries
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(600)]
 

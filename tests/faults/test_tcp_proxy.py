@@ -60,7 +60,12 @@ def read_all(end: socket.socket) -> bytes:
 
 def test_bytes_pass_in_both_directions(pair: Pair) -> None:
     data = bytes(range(256)) * 4096
-    sender = threading.Thread(target=lambda: (pair.client.sendall(data), pair.client.shutdown(socket.SHUT_WR)))
+
+    def send() -> None:
+        pair.client.sendall(data)
+        pair.client.shutdown(socket.SHUT_WR)
+
+    sender = threading.Thread(target=send)
     sender.start()
     assert read_all(pair.server) == data
     sender.join()
@@ -103,8 +108,7 @@ def test_faults_strike_in_the_order_of_their_places(proxies: ProxyLoop, pair: Pa
     places: list[int] = []
     for after_bytes in (6, 2, 4):
         proxies.arm(
-            Place("pair", after_bytes=after_bytes),
-            lambda connection, after_bytes=after_bytes: places.append(after_bytes),
+            Place("pair", after_bytes=after_bytes), lambda connection: places.append(connection.num_bytes("up"))
         )
     pair.client.sendall(b"123456789")
     assert read(pair.server, 9) == b"123456789"

@@ -76,7 +76,7 @@ def test_a_stopped_trainer_stops_no_engine(tmp_path: Path) -> None:
             victim = members.servers[index % 3]
             stop = members.send("trainer", signal.SIGSTOP)
             strike(members, victim, phase, "SIGSTOP to the trainer process", stop)
-            members.wait_for_tokens(members.servers, 8)
+            members.wait_for_progress()
             members.resume("trainer")
             members.wait_until_whole()
 
@@ -112,6 +112,6 @@ def test_killed_and_stopped_ranks_lose_nothing(tmp_path: Path) -> None:
                 pid = members.run.pid(rank)
                 strike(members, victim, "during the broadcast", f"{number.name} to {rank}", members.send(rank, number))
                 if number == signal.SIGSTOP:
-                    members.wait_for_tokens(members.servers, 8)
+                    members.wait_for_progress()
                     os.kill(pid, signal.SIGCONT)
                 members.wait_until_whole()

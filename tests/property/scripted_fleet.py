@@ -13,6 +13,7 @@ from midflight.errors import GenerationLostError
 from midflight.generation.members import NO_VERSION
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import Completion, GenerationRequest, RolloutId
+from midflight.weights.membership import Entry as AnyEntry
 from midflight.weights.membership import Membership
 from midflight.weights.progress import ChainWatch, Progress
 
@@ -40,16 +41,15 @@ class Server(ScriptedGenerator):
         self.weight_version = self.staged = self.wish = NO_VERSION
         self.hangs_since: int | None = None
         self.is_dead = False
-        self.is_cut_off = False  # from the other members of the broadcast; it answers requests
+        self.cut_off_until = 0  # tick; until then no weights reach it, but it answers requests
         self.num_tokens = 0
 
     @property
     def is_healthy(self) -> bool:
         return self.hangs_since is None and not self.is_dead
 
-    @property
-    def takes_weights(self) -> bool:
-        return self.is_healthy and not self.is_cut_off
+    def takes_weights(self, now: int) -> bool:
+        return self.is_healthy and now >= self.cut_off_until
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         if not self.is_healthy:
@@ -91,18 +91,19 @@ class Broadcast:
         self.watch = ChainWatch([server.name for server in chain], NUM_BYTES, TIMEOUT_S, begun_at * TICK_S)
         self._links = [_Link() for _ in chain]
 
-    def move(self) -> None:
+    def move(self, now: int) -> None:
         """Let every server take bytes from the one before it; the trainer has all of them."""
-        budgets = [server.rate if server.takes_weights else 0 for server in self.chain]
-        while sum(self._take(index, budgets) for index in range(len(self.chain))):
+        takes = [server.takes_weights(now) for server in self.chain]
+        budgets = [server.rate if takes[index] else 0 for index, server in enumerate(self.chain)]
+        while sum(self._take(index, budgets, takes) for index in range(len(self.chain))):
             pass
 
-    def _take(self, index: int, budgets: list[int]) -> int:
+    def _take(self, index: int, budgets: list[int], takes: Sequence[bool]) -> int:
         """Let one server take what it can; return the number of bytes."""
         link, is_last = self._links[index], index + 1 == len(self.chain)
         available, room = NUM_BYTES, NUM_BYTES if is_last else link.passed_on + ROOM_BYTES
         if index:
-            available = self._links[index - 1].received if self.chain[index - 1].takes_weights else 0
+            available = self._links[index - 1].received if takes[index - 1] else 0
         num_bytes = max(0, min(available, room, link.received + budgets[index]) - link.received)
         link.received += num_bytes
         budgets[index] -= num_bytes
@@ -143,7 +144,7 @@ class ScriptedSender:
     def __init__(self) -> None:
         self.now = 0
         self.membership = Membership(lambda: self.now * TICK_S, lambda text: None)
-        self._asked: dict[str, tuple[Entry, int]] = {}  # entry, tick of the question
+        self._asked: dict[str, tuple[AnyEntry, int]] = {}  # entry, tick of the question
         self._broadcast: Broadcast | None = None
         self._newest, self._published_at = 0, 0
         self._spares_first, self._slow_first = False, ""
@@ -177,7 +178,7 @@ class ScriptedSender:
                 self._leave_out(name, entry, "no answer")
 
     def _advance(self, broadcast: Broadcast) -> None:
-        broadcast.move()
+        broadcast.move(self.now)
         done = broadcast.done()
         failed = {server.name for server in broadcast.chain if server.is_dead}
         failed |= set(broadcast.observe(self.now))
@@ -204,6 +205,6 @@ class ScriptedSender:
         waited = self.now - self._published_at
         return bool(others) and self._newest > broadcast.version and waited >= TIMEOUT_TICKS
 
-    def _leave_out(self, name: str, entry: Entry, why: str) -> None:
+    def _leave_out(self, name: str, entry: AnyEntry, why: str) -> None:
         self.membership.forget_weights(name, entry)
         self.membership.leave_out(name, entry, why)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.setting import NotApplicableError, Row, Setting
+from benchmarks.roofline import synchronize
 from midflight.weights.process_group import Invitation, Links, connect_links
 
 _ADDRESS = "127.0.0.1"
@@ -34,6 +35,7 @@ def nccl_on_one_rank(setting: Setting) -> list[Row]:
     links = _links(store, store.port, 0, 1, "nccl", setting.on)
     piece = torch.arange(1 << 20, device=setting.on, dtype=torch.int32).view(torch.uint8)
     expected = piece.clone()
+    torch.cuda.synchronize()  # links have a stream of their own
     links.send(piece, 0).wait()
     assert torch.equal(piece, expected), "a broadcast to itself changed the bytes"
     seconds = time.perf_counter() - started
@@ -74,7 +76,9 @@ def _two_ranks(setting: Setting, backend: str) -> list[Row]:
     )
     try:
         links = _links(store, store.port, 0, 2, backend, setting.on if backend == "nccl" else torch.device("cpu"))
-        for index, piece in enumerate(_pieces(setting.on)):
+        pieces = _pieces(setting.on)
+        synchronize(setting.on)
+        for index, piece in enumerate(pieces):
             links.send(piece if backend == "nccl" else piece.cpu(), index).wait()
         output, _ = receiver.communicate(timeout=2 * _TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
@@ -105,6 +109,7 @@ def _receive(port: int, backend: str, device: torch.device) -> list[Row]:
     rows: list[Row] = []
     for index, expected in enumerate(_pieces(device)):
         piece = torch.zeros_like(expected)
+        synchronize(device)
         started = time.perf_counter()
         links.receive(piece, index).wait()
         seconds = time.perf_counter() - started

@@ -17,8 +17,10 @@ sends every byte once. NCCL: a broadcast from rank 0. The store holds short stri
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -150,8 +152,11 @@ class _Broadcasts:
     """Links of a NCCL group: each piece is a broadcast from rank 0, ordered by a stream of its own."""
 
     def __init__(self, store: TCPStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+        # By default, a failed broadcast ends the whole process, in a thread of torch.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=_PATIENCE * timeout_s)
+        self._patience = options._timeout = timedelta(seconds=_PATIENCE * timeout_s)
+        self._closed = threading.Event()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):
             self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -160,12 +165,17 @@ class _Broadcasts:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with torch.cuda.stream(self._stream):
-            return _OnDevice(self._group.broadcast([piece], options), self._stream)
+            work = self._group.broadcast([piece], options)
+        return _OnDevice(work, self._stream, self._patience, self._closed)
 
     receive = send
 
     def abort(self) -> None:
+        self._closed.set()
         self._group.abort()
+
+
+_CLEAN_UP_ONLY = "2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +191,16 @@ class _Waiting:
 class _OnDevice:
     work: Any
     stream: torch.cuda.Stream
+    timeout: timedelta
+    closed: threading.Event
 
     def wait(self) -> None:
         with torch.cuda.stream(self.stream):
-            self.work.wait()
+            # With a timeout the call waits for the transfer itself, and raises its error.
+            self.work.wait(self.timeout)
         self.stream.synchronize()
+        if self.closed.is_set():  # an aborted transfer ends without its bytes
+            raise RuntimeError("the group was closed")
 
 
 def reason_of_gloo(error: Exception) -> str:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -81,15 +82,16 @@ class WeightServer:
                 except WeightUpdateError as error:
                     status, body = 400, {"error": {"message": str(error), "code": "weight_update_error"}}
                 text = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
+                with suppress(ConnectionError):  # the sender has given up
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(text)))
+                    self.end_headers()
+                    self.wfile.write(text)
 
         self._http = ThreadingHTTPServer((self.host, 0), Handler)
         self._http.daemon_threads = True
         self.url = f"http://{self.host}:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, name="weight server", daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), name="weight server", daemon=True).start()
 
     def get(self, path: str) -> dict[str, Any]:
         if path == "/weights":

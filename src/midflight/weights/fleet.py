@@ -134,7 +134,11 @@ class Fleet:
             return True
 
     def stream(
-        self, announcement: Announcement, buckets: Sequence[Bucket], weights: Iterator[tuple[str, Tensor]]
+        self,
+        announcement: Announcement,
+        content: int,
+        buckets: Sequence[Bucket],
+        weights: Iterator[tuple[str, Tensor]],
     ) -> None:
         """Send weights while they are produced. Engines may lack them afterwards, and `weights` may have a rest."""
         with self._lock:
@@ -147,7 +151,7 @@ class Fleet:
                 is_begun = True
                 yield from streamed(buckets, weights, device)
 
-            while not is_begun and self.deliver(announcement, announcement.version, pieces):
+            while not is_begun and self.deliver(announcement, content, pieces):
                 pass
 
     def trouble(self, text: str) -> None:

@@ -237,6 +237,8 @@ class _Incoming:
         try:
             for number, piece, index in self._pieces():
                 end += len(piece)
+                while ahead and not self._has_ended(end):  # the next piece may need the room of these
+                    self._finish_sending(*ahead.popleft())
                 with self._changed:
                     self._changed.wait_for(functools.partial(self._has_ended, end))
                     if self._received < end:

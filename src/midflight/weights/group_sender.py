@@ -63,7 +63,7 @@ class GroupSender:
         self._newest: _Published | None = None
         self._in_transit: Snapshot | None = None
         self._spare: Tensor | None = None  # memory of a snapshot that is neither the newest nor in transit
-        self._is_closed = self._has_news = False
+        self._is_closed = self._has_news = self._wants_weights = False
         self._fleet: Fleet | None = None
         self._thread = threading.Thread(target=self._run, name="weight sender", daemon=True)
 
@@ -83,19 +83,23 @@ class GroupSender:
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Publish these weights. Returns after a copy; without snapshots, after the transfer to all engines.
 
+        The newest version may be sent once more, to the engines that lack it.
         Raises: WeightUpdateError if the weights differ from the announcement.
         """
         if self._layout is None or self._fleet is None:
             raise WeightUpdateError("weights were sent before they were announced; call announce() first")
         checked = self._layout.checked(weights)
         if self._settings.snapshot:
-            snapshot = Snapshot(version, self._buckets, self._memory())
+            snapshot = Snapshot(self._buckets, self._memory())
             self._set_newest(version, version, snapshot)
             snapshot.fill(checked)
         else:
-            self._set_newest(version, version, None)
-            self._fleet.stream(self._announcement(version), self._buckets, checked)
+            newest = self._newest
+            content = newest.content if newest is not None and newest.version == version else version
+            self._set_newest(version, content, None)
+            self._fleet.stream(self._announcement(version), content, self._buckets, checked)
             deque(checked, maxlen=0)  # the rest, if no engine takes it
+            self._wants_weights = self._fleet.is_lacking(version, content)
         self._publish(version)
 
     def relabel(self, version: int) -> None:
@@ -108,10 +112,7 @@ class GroupSender:
 
     def wants_weights(self) -> bool:
         """Return True if an engine that can be reached lacks the newest version and the sender kept no copy."""
-        newest = self._newest
-        if newest is None or newest.snapshot is not None or self._fleet is None:
-            return False
-        return self._fleet.is_lacking(newest.version, newest.content)
+        return self._wants_weights
 
     def close(self) -> None:
         """Close the group and all connections; a transfer under way is given up."""
@@ -181,6 +182,8 @@ class GroupSender:
                 snapshot, announcement = newest.snapshot, self._announcement(newest.version)
                 if fleet.deliver(announcement, newest.content, snapshot.pieces, is_awaited):
                     self._wake()  # engines may be left
+            else:
+                self._wants_weights = fleet.is_lacking(newest.version, newest.content)
         finally:
             with self._changed:
                 if self._newest is None or self._newest.snapshot is not self._in_transit:

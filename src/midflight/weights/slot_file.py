@@ -83,6 +83,7 @@ class SlotLayout:
                     f"tensor {spec.name!r} is {actual}, announced as {spec.dtype} {list(spec.shape)}"
                 )
             yield name, tensor
+            del tensor  # the next one may be gathered into new memory
         if (spec := next(expected, None)) is not None:
             raise WeightUpdateError(f"the weights lack {spec.name!r}")
 

@@ -20,9 +20,8 @@ from midflight.weights.buckets import Bucket, all_bytes
 class Snapshot:
     """All tensors of one version in one array of bytes. A bucket can be sent as soon as it is filled."""
 
-    def __init__(self, content: int, buckets: Sequence[Bucket], memory: Tensor) -> None:
-        self.content, self.memory = content, memory
-        self._buckets = buckets
+    def __init__(self, buckets: Sequence[Bucket], memory: Tensor) -> None:
+        self._buckets, self.memory = buckets, memory
         self._changed = threading.Condition()
         self._num_filled = 0
         self._is_abandoned = False
@@ -86,6 +85,7 @@ def fill_bucket(bucket: Bucket, memory: Tensor, weights: Iterator[tuple[str, Ten
         given, tensor = next(weights)
         assert given == name
         _copy(view, tensor)
+        del tensor  # a sharded trainer gathers the next tensors into new memory
     if memory.is_cuda:
         torch.cuda.current_stream(memory.device).synchronize()
 

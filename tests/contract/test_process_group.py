@@ -297,9 +297,20 @@ def test_an_engine_that_does_not_fit_is_left_out_once(start: Any, serve: Any) ->
     run.wait_for_line("b_old", "version 0 of the weight routes")
     assert len(run.lines) == 2
     assert other.version == old.version == -1
-    run.engines["a_other"] = Entry(server.url, written_at=1)
-    run.send(3)
-    assert_has(server, 3)
+    again = serve()
+    run.engines["a_other"] = Entry(again.url, written_at=1)
+    assert_has(again, 2)
+
+
+def test_two_entries_of_one_engine_count_once(start: Any, serve: Any) -> None:
+    server, other = serve(), serve()
+    run = start(a=server, b=other)
+    run.engines["c"] = Entry(server.url)
+    for version in range(3):
+        run.send(version)
+        assert_has(server, version)
+        assert_has(other, version)
+    assert not run.lines
 
 
 def test_an_address_that_cannot_be_reached_is_named(start: Any, serve: Any) -> None:

@@ -50,7 +50,14 @@ class Membership:
         self._members: dict[str, _Member] = {}
 
     def look(self, entries: Mapping[str, Entry]) -> None:
-        """Take the contents of the registry: forget engines that are gone, start anew with changed entries."""
+        """Take the contents of the registry: forget engines that are gone, start anew with changed entries.
+
+        Of several entries with one URL, the first name counts.
+        """
+        by_url: dict[str, str] = {}
+        for name in sorted(entries):
+            by_url.setdefault(entries[name].url, name)
+        entries = {name: entries[name] for name in by_url.values()}
         for name in self._members.keys() - entries.keys():
             del self._members[name]
         for name, entry in entries.items():

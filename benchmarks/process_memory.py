@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from pathlib import Path
 from types import TracebackType
+
+from midflight.trainer.allocator import return_freed_memory
 
 _EVERY_S = 0.25
 
@@ -53,6 +56,9 @@ class MemoryGrowth:
     num_bytes = 0
 
     def __enter__(self) -> MemoryGrowth:
+        # Otherwise memory that was free before could be used unnoticed, or be freed inside.
+        gc.collect()
+        return_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the present memory
         self._start_kib = _resident_kib("VmRSS")
         return self

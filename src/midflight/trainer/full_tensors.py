@@ -8,6 +8,7 @@ receives them at their place in the full tensor. Nothing is packed or padded, so
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -60,7 +61,9 @@ def full_tensors(
         if not is_sharded(bucket[0][1]):
             yield from ((name, tensor.detach().to(dtype or tensor.dtype)) for name, tensor in bucket)
         elif dist.get_rank() == 0:
-            yield from _receive(bucket, dtype)
+            full = _receive(bucket, dtype)
+            while full:
+                yield full.popleft()  # not kept here, so that the caller can free it
         else:
             _send(bucket, dtype)
 
@@ -97,7 +100,7 @@ def _send(bucket: Sequence[Named], dtype: torch.dtype | None) -> None:
     _transfer(dist.P2POp(dist.isend, _bytes(rows), 0, tag=index) for index, rows in enumerate(own) if rows.numel())
 
 
-def _receive(bucket: Sequence[Named], dtype: torch.dtype | None) -> list[Named]:
+def _receive(bucket: Sequence[Named], dtype: torch.dtype | None) -> deque[Named]:
     """Return the full tensors of a bucket of sharded tensors."""
     num_ranks = dist.get_world_size()
     full = [torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=local(tensor).device) for _, tensor in bucket]
@@ -109,7 +112,7 @@ def _receive(bucket: Sequence[Named], dtype: torch.dtype | None) -> list[Named]:
     )
     for tensor, (_, sharded) in zip(full, bucket, strict=True):
         tensor[local_rows(sharded)].copy_(local(sharded).detach())
-    return [(name, tensor) for tensor, (name, _) in zip(full, bucket, strict=True)]
+    return deque((name, tensor) for tensor, (name, _) in zip(full, bucket, strict=True))
 
 
 def _bytes(rows: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ FORMING = [
     Cut("the store is silent", store(200), Connection.hold, lasts=True, new_group=True),
     Cut("the store is late", store(0), delayed, new_group=True),
 ]
-SERIES = {"announcements": ANNOUNCEMENTS, "adoptions": ADOPTIONS, "buckets": BUCKETS, "forming": FORMING}
+SERIES = {"control": ANNOUNCEMENTS + ADOPTIONS, "buckets": BUCKETS, "forming": FORMING}
 
 
 @pytest.mark.faults

@@ -33,44 +33,25 @@ def strike(members: Fleet, victim: Server, phase: str, what: str, effect: Effect
     members.strike(f"{what} {phase}", PHASES[phase](victim.link), effect)
 
 
-def test_killed_engines_cost_the_others_nothing(tmp_path: Path) -> None:
+def test_killed_and_stopped_engines_cost_the_others_nothing(tmp_path: Path) -> None:
     with fleet(tmp_path / "run") as members:
-        for index, phase in enumerate(PHASES):
-            victim = members.servers[index % 3]
-            others = members.others(victim)
-            strike(members, victim, phase, f"SIGKILL to engine {victim.name}", lambda _: victim.process.kill())  # noqa: B023
-            members.wait_for_updates(others)
-            members.wait_for_tokens(others)
-            members.check_gap(MARGIN_S)
-            victim.restart()
-            members.wait_until_whole()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for index, phase in enumerate(PHASES):
+                victim = members.servers[index % 3]
+                others = members.others(victim)
+                what = f"{number.name} to engine {victim.name}"
+                strike(members, victim, phase, what, lambda _: victim.signal(number))  # noqa: B023
+                members.wait_for_updates(others)
+                members.wait_for_tokens(others)
+                members.check_gap(MARGIN_S)
+                if number == signal.SIGKILL:
+                    victim.restart()
+                victim.signal(signal.SIGCONT)
+                members.wait_until_whole()
 
 
-def test_stopped_engines_cost_the_others_nothing(tmp_path: Path) -> None:
-    with fleet(tmp_path / "run") as members:
-        for index, phase in enumerate(PHASES):
-            victim = members.servers[index % 3]
-            others = members.others(victim)
-            what = f"SIGSTOP to engine {victim.name}"
-            strike(members, victim, phase, what, lambda _: victim.signal(signal.SIGSTOP))  # noqa: B023
-            members.wait_for_updates(others)
-            members.wait_for_tokens(others)
-            members.check_gap(MARGIN_S)
-            victim.signal(signal.SIGCONT)
-            members.wait_until_whole()
-
-
-@pytest.mark.parametrize("role", ["trainer", "rollout"])
-def test_killed_workers_lose_nothing(tmp_path: Path, role: str) -> None:
-    with fleet(tmp_path / "run") as members:
-        for index, phase in enumerate(PHASES):
-            victim = members.servers[index % 3]
-            strike(members, victim, phase, f"SIGKILL to the {role} process", members.send(role, signal.SIGKILL))
-            members.wait_until_whole()
-
-
-def test_a_stopped_trainer_stops_no_engine(tmp_path: Path) -> None:
-    """Engines sample on, and adopt nothing half received, until the schedule's lag bound is reached."""
+def test_a_killed_or_stopped_trainer_loses_nothing(tmp_path: Path) -> None:
+    """While it is stopped, engines sample on up to the schedule's lag bound, and adopt nothing half received."""
     with fleet(tmp_path / "run") as members:
         for index, phase in enumerate(PHASES):
             victim = members.servers[index % 3]
@@ -79,9 +60,12 @@ def test_a_stopped_trainer_stops_no_engine(tmp_path: Path) -> None:
             members.wait_for_progress()
             members.resume("trainer")
             members.wait_until_whole()
+            strike(members, victim, phase, "SIGKILL to the trainer process", members.send("trainer", signal.SIGKILL))
+            members.wait_until_whole()
 
 
-def test_a_stopped_rollout_process_keeps_no_engine_from_weights(tmp_path: Path) -> None:
+def test_a_killed_or_stopped_rollout_process_loses_nothing(tmp_path: Path) -> None:
+    """While it is stopped, every engine gets the newest weights."""
     with fleet(tmp_path / "run") as members:
         for index, phase in enumerate(PHASES):
             victim = members.servers[index % 3]
@@ -90,15 +74,13 @@ def test_a_stopped_rollout_process_keeps_no_engine_from_weights(tmp_path: Path) 
             members.wait_for_newest_weights()
             members.resume("rollout")
             members.wait_until_whole()
-
-
-def test_signals_after_an_adoption_change_nothing(tmp_path: Path) -> None:
-    """The answer to `adopt` is under way when a process dies: the version counts, or is asked for again."""
-    with fleet(tmp_path / "run") as members:
-        for index, role in enumerate(("trainer", "rollout")):
-            link = members.servers[index].link
-            effect = in_answer(members.send(role, signal.SIGKILL))
-            members.strike(f"SIGKILL to the {role} process after an adoption", link.control(b"POST /adopt"), effect)
+            strike(members, victim, phase, "SIGKILL to the rollout process", members.send("rollout", signal.SIGKILL))
+            members.wait_until_whole()
+        for role in ("trainer", "rollout"):
+            adopted = in_answer(members.send(role, signal.SIGKILL))
+            members.strike(
+                f"SIGKILL to the {role} process after an adoption", PHASES["at the adoption"](victim.link), adopted
+            )
             members.wait_until_whole()
 
 

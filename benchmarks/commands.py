@@ -12,6 +12,7 @@ from benchmarks.digest import digest
 from benchmarks.gpu.command import gpu
 from benchmarks.size import size
 from benchmarks.tasks.command import tasks
+from midflight.errors import RecipeError
 from midflight.metrics.jsonl import json_text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure this machine. Run nothing else on it.")
@@ -58,29 +59,28 @@ def decode(
 
 @app.command()
 def updates(
-    model: ModelOption = "demo",
+    models: Annotated[str, typer.Option(help="demo, smollm2 or a directory, separated by commas")] = "demo,smollm2",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    num_updates: Annotated[int, typer.Option("--updates", min=1, help="number of weight updates")] = 1000,
+    num_updates: Annotated[str, typer.Option("--updates", help="number of weight updates of each model")] = "300,30",
     sequences: Annotated[int, typer.Option(min=1, help="sequences kept in flight")] = 32,
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens sampled per sequence")] = 128,
     as_json: Json = False,
 ) -> None:
-    """Pause of sequences in flight during a weight update, over many updates."""
+    """Delay of sequences in flight during weight updates, on a quiet machine and beside two busy processes."""
     from benchmarks.models import check_dtype, find_model
-    from benchmarks.updates import bench_updates
+    from benchmarks.updates import bench_models, updates_table
 
-    result = bench_updates(
-        find_model(model), check_dtype(dtype), num_updates=num_updates, sequences=sequences, new_tokens=new_tokens
+    names, counts = models.split(","), list(map(_count, num_updates.split(",")))
+    if len(counts) not in (1, len(names)):
+        raise RecipeError(f"--updates: {len(counts)} numbers for {len(names)} models; give one number for each")
+    result = bench_models(
+        [find_model(name) for name in names],
+        check_dtype(dtype),
+        counts * (len(names) // len(counts)),
+        sequences=sequences,
+        new_tokens=new_tokens,
     )
-    if as_json:
-        print(json_text(result))
-        return
-    pause = result["pause_ms"]
-    print(
-        f"{num_updates} updates, {sequences} sequences in flight: pause median {pause['median']:.2f} ms,"
-        f" p99 {pause['p99']:.2f} ms, max {pause['max']:.2f} ms; a decode step takes"
-        f" {result['median_decode_step_ms']:.2f} ms; {result['aborted_requests']} requests aborted"
-    )
+    print(json_text(result) if as_json else updates_table(result))
 
 
 @app.command(name="train")

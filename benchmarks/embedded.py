@@ -11,13 +11,13 @@ from torch import Tensor
 from midflight.engine.engine import Engine, EngineLimits
 from midflight.engine.loading import engine_model
 from midflight.models.loading import load_config, load_model, weights_of
-from midflight.protocols import Generator
+from midflight.protocols import LocalEngine
 
 
 class EmbeddedEngine(NamedTuple):
     """Idle engine at weight version 0, its weights, and the dtype it computes in."""
 
-    generator: Generator
+    generator: LocalEngine
     weights: dict[str, Tensor]
     compute_dtype: str
 

@@ -1,7 +1,7 @@
-"""Cost of a weight update for the sequences in flight: many updates under load, each between two tokens.
+"""Cost of a weight update for the sequences in flight: many updates under load, on a quiet and on a busy machine.
 
-The load stays at `sequences`: finished sequences are replaced, but not while an update is pending, so that no prefill
-counts as a pause.
+The engine pulls every version from shared memory while it decodes, as in a run. The load stays at `sequences`: finished
+sequences are replaced, but not during an update, so that no prefill counts as a delay.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,28 +25,28 @@ from torch import Tensor
 
 from benchmarks.embedded import build_embedded_engine
 from benchmarks.models import BenchModel
-from midflight.protocols import Generator
+from midflight.engine.pulling import PullingGenerator
+from midflight.protocols import Generator, WeightSender
 from midflight.report.machine import describe_machine, num_cores
 from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+from midflight.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from midflight.weights.specs import specs_of
 
 PROMPT_TOKENS = 32
-_PLAIN_STEPS_BETWEEN = 2  # the first step may prefill, the second only decodes
+NUM_BUSY = 2  # processes that compete with the engine in the rows "loaded"
+_PLAIN_STEPS_BETWEEN = 4  # the first step may prefill, the others only decode
+_MAX_DELAY_STEPS, _MAX_STEPS = 1.5, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One `update_weights` call, and the steps until the engine used the new weights. Units: seconds."""
+    """The steps from `adopt` to the first one that sampled with the new weights, which is included (seconds)."""
 
-    call_s: float
-    pending_steps_s: tuple[float, ...]
+    steps_s: tuple[float, ...]
 
-    def delays(self, plain_step_s: float) -> list[float]:
-        """Extra time before each next token, compared with a step without an update; never negative (seconds)."""
-        if not self.pending_steps_s:
-            return [self.call_s]
-        first, *rest = self.pending_steps_s
-        steps = [self.call_s + first, *rest]
-        return [max(0.0, step - plain_step_s) for step in steps]
+    def longest_delay(self, plain_step_s: float) -> float:
+        """Largest extra time before a token of a sequence in flight, in decode steps without an update."""
+        return max(0.0, max(self.steps_s) / plain_step_s - 1)
 
 
 @dataclass
@@ -95,48 +100,83 @@ class Load:
             yield GenerationRequest(RolloutId(index), prompt, SamplingParams(max_tokens), seed=0)
 
 
-def bench_updates(
-    model: BenchModel, dtype: str, *, num_updates: int, sequences: int, new_tokens: int, device: str = "cpu"
+def bench_models(
+    models: Sequence[BenchModel], dtype: str, num_updates: Sequence[int], *, sequences: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Measure `num_updates` updates: the longest single delay of each, and the sum of its delays (milliseconds)."""
+    """Measure every model quiet and loaded, with its number of updates; return rows and targets."""
+    rows = [
+        bench_updates(model, dtype, num_updates=count, sequences=sequences, new_tokens=new_tokens, num_busy=num_busy)
+        for model, count in zip(models, num_updates, strict=True)
+        for num_busy in (0, NUM_BUSY)
+    ]
+    return {"rows": rows, "targets": [target for row in rows for target in targets_of(row)]}
+
+
+def targets_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the limits on the median delay and on the number of steps, with their values in this row."""
+    name = f"{row['model']}, {row['engine']}, {row['load']}"
+    figures = [
+        (f"{name}: median longest delay (decode steps)", row["longest_delay_steps"]["median"], _MAX_DELAY_STEPS),
+        (f"{name}: longest update (decode steps)", row["steps_per_update"]["max"], _MAX_STEPS),
+    ]
+    return [{"name": name, "value": value, "limit": limit, "holds": value <= limit} for name, value, limit in figures]
+
+
+def bench_updates(
+    model: BenchModel,
+    dtype: str,
+    *,
+    num_updates: int,
+    sequences: int,
+    new_tokens: int,
+    device: str = "cpu",
+    num_busy: int = 0,
+) -> dict[str, Any]:
+    """Measure `num_updates` updates of an embedded engine beside `num_busy` busy processes; return a row."""
     machine = describe_machine()
-    torch.set_num_threads(num_cores())
-    engine = build_embedded_engine(
-        model.directory,
-        dtype,
-        max_num_seqs=sequences,
-        max_prompt_tokens=PROMPT_TOKENS,
-        max_new_tokens=new_tokens,
-        device=device,
-    )
-    load = Load(engine.generator, model.vocab_size, sequences, new_tokens)
-    load.step()
-    updates, plain_steps_s = run_updates(load, engine.weights, num_updates)
-    load.drain()
+    # Half of the cores, as in a run, where the trainer has the other half.
+    torch.set_num_threads(max(1, num_cores() // 2))
+    with TemporaryDirectory() as directory, busy_processes(num_busy):
+        engine = build_embedded_engine(
+            model.directory,
+            dtype,
+            max_num_seqs=sequences,
+            max_prompt_tokens=PROMPT_TOKENS,
+            max_new_tokens=new_tokens,
+            device=device,
+        )
+        path = Path(directory) / "weights"
+        with closing(SharedMemorySender(path)) as sender, closing(SharedMemoryReceiver(path)) as receiver:
+            load = Load(PullingGenerator(engine.generator, receiver), model.vocab_size, sequences, new_tokens)
+            load.step()
+            updates, plain_steps_s = run_updates(load, sender, engine.weights, num_updates)
+            load.drain()
     plain_step_s = statistics.median(plain_steps_s)
-    delays = [update.delays(plain_step_s) for update in updates]
     return {
         "machine": machine,
         "model": model.name,
+        "engine": "embedded",
+        "load": f"{num_busy} busy processes" if num_busy else "quiet",
         "dtype": dtype,
         "compute_dtype": engine.compute_dtype,
         "sequences": sequences,
         "updates": num_updates,
-        "pause_ms": milliseconds([max(own) for own in delays]),
-        "total_ms": milliseconds([sum(own) for own in delays]),
         "median_decode_step_ms": plain_step_s * 1e3,
-        "median_steps_pending": statistics.median(len(update.pending_steps_s) for update in updates),
+        "longest_delay_steps": summary([update.longest_delay(plain_step_s) for update in updates]),
+        "steps_per_update": summary([len(update.steps_s) for update in updates]),
         "aborted_requests": load.num_aborted,
         "finished_requests": load.num_finished,
         "versions_seen": len(load.versions),
     }
 
 
-def run_updates(load: Load, weights: Mapping[str, Tensor], num_updates: int) -> tuple[list[Update], list[float]]:
+def run_updates(
+    load: Load, sender: WeightSender, weights: Mapping[str, Tensor], num_updates: int
+) -> tuple[list[Update], list[float]]:
     """Run the updates; return them, and the durations of decode steps without update or prefill (seconds)."""
-    generator = load.generator
     # Two sets of weights in turn, so that every update changes the engine's weights.
     sets = [weights, {name: tensor * 1.001 for name, tensor in weights.items()}]
+    sender.announce(specs_of(weights))
     updates, plain_steps_s = [], []
     for version in range(1, num_updates + 1):
         for _ in range(_PLAIN_STEPS_BETWEEN):
@@ -144,20 +184,46 @@ def run_updates(load: Load, weights: Mapping[str, Tensor], num_updates: int) -> 
             elapsed = load.step()
             if not prefilling:
                 plain_steps_s.append(elapsed)
-        started = time.perf_counter()
-        generator.update_weights(version, sets[version % 2])
-        call_s = time.perf_counter() - started
-        pending_steps_s = []
-        while generator.update_pending:
-            pending_steps_s.append(load.step())
-        updates.append(Update(call_s, tuple(pending_steps_s)))
+        sender.send(version, sets[version % 2].items())
+        load.generator.adopt(version)
+        steps_s = []
+        while load.generator.weight_version < version:
+            steps_s.append(load.step())
+        updates.append(Update(tuple(steps_s)))
     return updates, plain_steps_s
 
 
-def milliseconds(seconds: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum, in milliseconds."""
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep `count` processes computing until the end of the block."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum."""
     return {
-        "median": statistics.median(seconds) * 1e3,
-        "p99": float(np.percentile(seconds, 99)) * 1e3,
-        "max": max(seconds) * 1e3,
+        "median": statistics.median(values),
+        "p99": float(np.percentile(values, 99)),
+        "max": max(values),
     }
+
+
+def updates_table(result: dict[str, Any]) -> str:
+    """Return the rows and the targets as text."""
+    lines = []
+    for row in result["rows"]:
+        delay, steps = row["longest_delay_steps"], row["steps_per_update"]
+        lines.append(
+            f"{row['model']} {row['dtype']}, {row['engine']}, {row['load']}: longest delay median"
+            f" {delay['median']:.2f} steps, p99 {delay['p99']:.2f}; {steps['median']:.0f} steps per update, at most"
+            f" {steps['max']:.0f}; a step takes {row['median_decode_step_ms']:.2f} ms;"
+            f" {row['aborted_requests']} requests aborted"
+        )
+    failed = [target["name"] for target in result["targets"] if not target["holds"]]
+    return "\n".join([*lines, f"targets missed: {'; '.join(failed) or 'none'}"])

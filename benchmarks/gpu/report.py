@@ -47,7 +47,7 @@ def targets(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             ratios = [row["over_transformers"] for row in found if row.get("over_transformers")]
             listed.append(_target(f"{name}: least ratio to transformers' generate", min(ratios), least=1.0))
         if name.startswith("updates"):
-            delay = max(row["median_pause_decode_steps"] for row in found)
+            delay = max(row["longest_delay_steps"]["median"] for row in found)
             listed.append(_target(f"{name}: median pause (decode steps)", delay, most=1.5))
         if name == "demo_learns":
             gain = found[0]["last_reward"] - found[0]["first_reward"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -429,3 +431,48 @@ def test_samples_of_one_prompt_cost_one_prefill() -> None:
         assert not engine.step()
     # The first sibling prefills the prompt. The others share its pages and sample while it decodes its second token.
     assert num_tokens == [len(asked[0].prompt_token_ids), 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_come_from_one_version_in_any_interleaving(seed: int) -> None:
+    """Steps, wishes, good and broken stages in random order, beside a thread that stages, against transformers."""
+    models = {version: tiny_model(seed=version) for version in range(6)}
+    rng = np.random.default_rng(seed)
+    engine = tiny_engine(models[0], recompute_kv=True)
+    versions: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    refused: list[int] = []
+
+    def stage() -> None:
+        while (version := versions.get()) is not None:
+            weights = weights_of(models[abs(version)])
+            if version < 0:
+                weights["model.norm.weight"] = weights["model.norm.weight"] * torch.nan
+            try:
+                engine.stage(IncomingWeights(abs(version), abs(version), weights.items()))
+            except NonFiniteWeightsError:
+                refused.append(abs(version))
+
+    asked = requests(8, seed=seed)
+    engine.add(asked)
+    with ThreadPoolExecutor(1) as thread:
+        staging = thread.submit(stage)
+        completions: dict[int, Completion] = {}
+        for version in range(1, 6):
+            versions.put(version if rng.random() < 0.7 else -version)
+            if rng.random() < 0.7:
+                engine.adopt(version)
+            for _ in range(rng.integers(4)):
+                completions |= {completion.rollout_id: completion for completion in engine.step()}
+        versions.put(None)
+        staging.result()
+    completions |= run_to_end(engine)
+    assert len(completions) == 8
+    for request in asked:
+        generated = completions[request.rollout_id].generated
+        assert (np.diff(generated.weight_versions) >= 0).all()
+        for version in set(generated.weight_versions.tolist()):
+            assert version not in refused
+            # With recomputed keys and values, every token is sampled as if its version had read the whole prefix.
+            expected = plain_logprobs(models[version], request.prompt_token_ids, generated.token_ids)
+            own = generated.weight_versions == version
+            np.testing.assert_allclose(generated.logprobs[own], expected[own], atol=1e-4)

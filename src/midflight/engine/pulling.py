@@ -9,8 +9,10 @@ A background thread stages the newest weights while `step` goes on with the old 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 
 from midflight.engine.delegating import DelegatingGenerator
@@ -26,6 +28,9 @@ class PullingGenerator(DelegatingGenerator):
     in flight at `adopt`, the next step waits, so that later requests are sampled by the new weights only. A version
     asked for during an update is pulled after the update. A failed update ends with an error in `step`, and the version
     may be asked for again.
+
+    A model that is copied in less time than a decode step takes is copied between two steps: both threads would slow
+    each other down by more, because they share the interpreter's lock.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class PullingGenerator(DelegatingGenerator):
         self._wanted = self._asked = engine.weight_version  # newest wish; the wish at the start of the pull
         self._must_wait = False  # the wanted version must come before the next token
         self._steps_left = 0
+        self._pull_s = math.inf  # time that the last pull spent on a core
+        self._step_s = 0.0  # duration of the last step without a pull
 
     def adopt(self, version: int) -> None:
         if version <= max(self._wanted, self.weight_version):
@@ -55,6 +62,9 @@ class PullingGenerator(DelegatingGenerator):
 
     def step(self) -> list[Completion]:
         self._steps_left -= 1
+        if self._pull and self._pull_s < self._step_s:
+            with self._pausing():
+                wait([self._pull], timeout=self._step_s)
         while self._pull and (self._must_wait or self._steps_left <= 0 or self._pull.done()):
             version = self._end()
             if self._must_wait and version < self._wanted:
@@ -62,7 +72,10 @@ class PullingGenerator(DelegatingGenerator):
                 continue
             self._must_wait = False
             self._engine.adopt(version)
+        is_alone, started = self._pull is None, time.perf_counter()
         completions = self._engine.step()
+        if is_alone and self.num_in_flight:
+            self._step_s = time.perf_counter() - started
         if self._pull is None and self._wanted > self.weight_version:
             self._begin()
         return completions
@@ -92,9 +105,11 @@ class PullingGenerator(DelegatingGenerator):
 
     def _stage_newest(self) -> int:
         while True:
+            started = time.thread_time()
             incoming = self._receiver.receive()
             try:
                 self._engine.stage(incoming)
             except WeightsReplacedError:
                 continue
+            self._pull_s = time.thread_time() - started
             return incoming.version

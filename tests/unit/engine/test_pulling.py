@@ -180,3 +180,14 @@ def test_pulled_weights_sample_as_a_fresh_engine() -> None:
     actual, expected = (each.generated(RolloutId(0)) for each in (generator, fresh))
     assert actual.token_ids.tolist() == expected.token_ids.tolist()
     assert torch.allclose(torch.from_numpy(actual.logprobs), torch.from_numpy(expected.logprobs), atol=1e-6)
+
+
+def test_short_pull_is_waited_for() -> None:
+    receiver = ScriptedReceiver()
+    generator = pulling(receiver)
+    generator.add([request(0)])
+    generator._pull_s, generator._step_s = 0.0, 60.0  # as if a step took far longer than a copy
+    generator.adopt(1)
+    threading.Timer(0.01, receiver.allow.set).start()
+    generator.step()
+    assert versions(generator) == [1]

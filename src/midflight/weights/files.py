@@ -142,7 +142,7 @@ class FileReceiver:
                 raise WeightUpdateError(f"{path} cannot be read: {error}") from error
             else:
                 return IncomingWeights(newest.version, newest.content, _tensors(path, file))
-        raise WeightUpdateError(f"{self._directory}: {newest.file} is missing, although {_NEWEST!r} names it")
+        raise WeightUpdateError(f"{path} is missing, although {_NEWEST!r} names it")
 
     def wait(self, newer_than: int, timeout_s: float) -> bool:
         """Wait for a version above `newer_than`; return True if there is one, False after the timeout."""

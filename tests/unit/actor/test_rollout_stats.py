@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from midflight.actor import rollout_stats
 from midflight.actor.ledger import Ledger
 from midflight.actor.rollout_stats import RolloutStats
 from midflight.tracing.spans import Tracer
@@ -14,7 +13,7 @@ from midflight.types import ActorState
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(rollout_stats.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr("midflight.actor.rollout_stats.time.monotonic", lambda: self.now_s)
         self.tracer = Tracer(None, "test")
         self.stats = RolloutStats(self.tracer, ActorState())
 

@@ -110,6 +110,8 @@ class EngineControl:
 
     def close(self) -> None:
         """Close all connections; requests under way are canceled."""
+        if self._is_closed:
+            return
         closing = self._submit(self._close())
         self._is_closed = True
         closing.result()

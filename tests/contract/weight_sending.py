@@ -11,7 +11,8 @@ from torch import Tensor
 from midflight.protocols import IncomingWeights
 from midflight.weights.buckets import plan_buckets
 from midflight.weights.engine_control import EngineControl
-from midflight.weights.group_source import GroupSettings, GroupSource, Rules, form_group
+from midflight.weights.group_forming import form_group
+from midflight.weights.group_source import GroupSettings, GroupSource, Rules
 from midflight.weights.process_group import Announcement
 from midflight.weights.snapshot import streamed
 from midflight.weights.specs import specs_of

@@ -51,6 +51,7 @@ class WeightServer:
     version: int = -1
     content: int = -1
     lineage: str = ""
+    failures: list[str] = field(default_factory=list)  # errors of invitations and updates
     receiver: ProcessGroupReceiver | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     url: str = field(init=False)
@@ -105,9 +106,13 @@ class WeightServer:
         }
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == "/init_process_group":
-            return self._join(Invitation(**body))
-        return self._update(body)
+        try:
+            return self._join(Invitation(**body)) if path == "/init_process_group" else self._update(body)
+        except WeightUpdateError as error:
+            with self.changed:
+                self.failures.append(str(error))
+                self.changed.notify_all()
+            raise
 
     def wait(self, version: int, timeout_s: float) -> bool:
         """Wait for a version; return False after the timeout."""

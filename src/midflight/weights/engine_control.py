@@ -37,6 +37,11 @@ class EngineError(WeightUpdateError):
         self.kind = kind
 
 
+def engine_error(error: BaseException) -> EngineError:
+    """The error itself, or an EngineError in its place."""
+    return error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}", "failed")
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
     """State of a server: the weights that it samples with, and weights that it holds besides, ready to be adopted."""
@@ -67,6 +72,7 @@ class EngineControl:
     def __init__(self, token: str | None, timeout_s: float) -> None:
         self._timeout_s, self._answer_s = timeout_s, min(timeout_s, ANSWER_S)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine control", daemon=True)
         self._thread.start()
@@ -104,12 +110,19 @@ class EngineControl:
 
     def close(self) -> None:
         """Close all connections; requests under way are canceled."""
-        self._submit(self._close()).result()
+        if self._is_closed:
+            return
+        closing = self._submit(self._close())
+        self._is_closed = True
+        closing.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def _submit(self, coroutine: Coroutine[Any, Any, Answer]) -> Future[Answer]:
+        if self._is_closed:
+            coroutine.close()
+            raise EngineError("the connections to the servers are closed", "failed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _open(self) -> httpx.AsyncClient:

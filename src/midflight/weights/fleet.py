@@ -18,7 +18,8 @@ from torch import Tensor
 
 from midflight.weights.buckets import Bucket
 from midflight.weights.engine_control import PROTOCOL, EngineControl, EngineError, Health
-from midflight.weights.group_source import GroupSettings, GroupSource, Outcome, Rules, form_group
+from midflight.weights.group_forming import form_group
+from midflight.weights.group_source import GroupSettings, GroupSource, Outcome, Rules
 from midflight.weights.membership import Entry, Membership
 from midflight.weights.process_group import Announcement
 from midflight.weights.snapshot import streamed

@@ -31,6 +31,7 @@ from midflight.weights.slot_file import SlotLayout, lay_out
 from midflight.weights.snapshot import Snapshot, new_memory
 
 _log = logging.getLogger(__name__)
+_CLOSE_S = 5.0  # longest wait for the sending thread when the sender is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,8 @@ class GroupSender:
             self._is_closed = True
             self._changed.notify_all()
         if self._fleet is not None:
-            self._fleet.close_group()
-            self._thread.join()
             self._fleet.close()
-            self._fleet = None
+            self._thread.join(_CLOSE_S)
 
     def _memory(self) -> Tensor:
         """Memory for the next snapshot: a second one only if the first is in transit."""
@@ -161,9 +160,12 @@ class GroupSender:
                     return
             try:
                 self._advance(fleet)
-            except WeightUpdateError as error:
-                fleet.trouble(str(error))
             except Exception as error:
+                if self._is_closed:
+                    return
+                if isinstance(error, WeightUpdateError):
+                    fleet.trouble(str(error))
+                    continue
                 _log.exception("the weight sender failed")
                 fleet.trouble(f"weights could not be sent: {type(error).__name__}: {error}")
 

@@ -1,6 +1,6 @@
 """A process group that carries weights: rank 0, the trainer, sends; the other ranks are engines.
 
-    trainer (group_source.py)                             engine (group_receiver.py)
+    trainer (group_forming.py)                            engine (group_receiver.py)
     invites engines, over HTTP                            connects to the store of the group
     waits for: all invited engines to be ready            sets ready/RANK to its address
                unblocked by: all ready or failed, timeout
@@ -16,7 +16,6 @@ sends every byte once. NCCL: a broadcast from rank 0. The store holds short stri
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
@@ -138,11 +137,16 @@ class _Chain:
         return _Waiting(self._group.recv([piece], self._rank - 1, index), self._patience)
 
     def abort(self) -> None:
-        # gloo has no call for this, but if a transfer times out, gloo closes all connections of the group.
-        other = (self._rank + 1) % self._world_size
-        with contextlib.suppress(RuntimeError):
-            never = self._group.recv([torch.empty(1)], other, _NEVER_SENT)
-            never.wait(timedelta(milliseconds=1))
+        # gloo has no call for this, but if a transfer times out, gloo closes all connections of the group. On a
+        # connection that is closed already, a transfer fails without a timeout; then the next rank is tried.
+        for other in range(self._world_size):
+            if other == self._rank:
+                continue
+            try:
+                self._group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "timed out" in str(error).lower():
+                    return
 
 
 _NEVER_SENT = (1 << 31) - 1  # a tag

@@ -20,7 +20,6 @@ from midflight.generation.driver import GeneratorDriver
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.models.loading import load_tokenizer, weights_of
-from midflight.protocols import Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
 from midflight.weights.specs import specs_of
 
@@ -66,7 +65,7 @@ def server_starter(tokenizer: PreTrainedTokenizerFast) -> Iterator[StartServer]:
     with ExitStack() as stack:
 
         def start(
-            generator: Generator | None = None,
+            generator: Any = None,
             *,
             served_tokenizer: Any = None,
             stop_token_ids: tuple[int, ...] = (2,),

@@ -11,7 +11,7 @@ import pytest
 
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.errors import GenerationLostError, ModelError
-from midflight.run.engines import connect
+from midflight.run.servers import connect
 from midflight.testing.tiny_models import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ FITS = ("engine.max_prompt_tokens=32", "sampling.max_tokens=24")
 
 
 def test_a_matching_server_connects(server: Server) -> None:
-    connect(load_recipe(RECIPE, FITS), server.url, threading.Event()).close()
+    connect(load_recipe(RECIPE, FITS), "run", server.url, threading.Event()).close()
 
 
 def test_a_server_with_shorter_sequences_is_refused(server: Server) -> None:
     recipe = load_recipe(RECIPE, ["engine.max_prompt_tokens=33", "sampling.max_tokens=24"])
     with pytest.raises(ModelError, match=r"up to 56 tokens, and engine\.max_prompt_tokens .* = 57"):
-        connect(recipe, server.url, threading.Event())
+        connect(recipe, "run", server.url, threading.Event())
 
 
 def test_a_server_with_another_vocabulary_is_refused(server: Server, tmp_path: Path) -> None:
@@ -36,10 +36,10 @@ def test_a_server_with_another_vocabulary_is_refused(server: Server, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
     recipe = load_recipe(RECIPE, [*FITS, f"model.path={tmp_path}"])
     with pytest.raises(ModelError, match=f"a vocabulary of {VOCAB_SIZE} tokens, and that of model.path = .* has 99"):
-        connect(recipe, server.url, threading.Event())
+        connect(recipe, "run", server.url, threading.Event())
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nothing", "http://[", "ftp://127.0.0.1"])
 def test_a_url_without_server_is_an_error(url: str) -> None:
     with pytest.raises(GenerationLostError):
-        connect(load_recipe(RECIPE, FITS), url, threading.Event())
+        connect(load_recipe(RECIPE, FITS), "run", url, threading.Event())

@@ -42,6 +42,7 @@ ROUTES = [
     ("POST", "/resume"),
     ("POST", "/request_weight_update"),
     ("GET", "/health"),
+    ("GET", "/weights"),
     ("GET", "/metrics"),
 ]
 bounded = settings(
@@ -82,7 +83,7 @@ def test_every_answer_is_documented(schema: BaseSchema, chat_server: Server, met
 def test_every_route_documents_openai_errors(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert set(ROUTES) | {("POST", "/pause"), ("POST", "/init_process_group")} == routes
+    assert set(ROUTES) | {("POST", path) for path in ("/pause", "/init_process_group", "/adopt")} == routes
     for path, methods in document["paths"].items():
         for operation in methods.values() if path != "/metrics" else ():
             assert "422" not in operation["responses"]

@@ -242,7 +242,7 @@ def test_admin_routes_need_the_token(start_server: StartServer) -> None:
 
 def test_absent_process_group_is_refused(server: Server) -> None:
     body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
-    refusals = {
+    refusals: dict[str, dict[str, object]] = {
         "rank 1 cannot join 127.0.0.1:1: ": {},
         "rank is 2, not 1 to 1": {"rank": 2},
         "rank 1 cannot join nowhere.invalid:1: ": {"master_address": "nowhere.invalid"},

@@ -15,6 +15,8 @@ import openai
 import pytest
 import torch
 
+from contract.weight_sending import Sender
+from midflight.concurrency.background import run_in_background
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.generation.client import HTTPGenerator
 from midflight.launch.engines import build_engine
@@ -66,8 +68,11 @@ def test_serve_update_and_interrupt(served: tuple[subprocess.Popen[str], str]) -
     engine = build_engine(recipe, load_config(MODEL), changed, max_num_seqs=64, version=7)
     request = GenerationRequest(RolloutId(0), np.array([5, 6], np.int32), SamplingParams(40), seed=1)
     engine.add([request])
-    with HTTPGenerator(url) as generator:
-        generator.update_weights(7, changed)
+    with HTTPGenerator(url) as generator, Sender(url) as sender:
+        generator.adopt(7)
+        sender.send(7, changed)
+        while generator.weight_version < 7:
+            generator.step()
         generator.add([request])
         completions = [completion for each in (generator, engine) for completion in drain(each)]
     ours, expected = (completion.generated for completion in completions)
@@ -76,6 +81,8 @@ def test_serve_update_and_interrupt(served: tuple[subprocess.Popen[str], str]) -
     np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5)
     assert set(ours.weight_versions.tolist()) == {7}
 
+    # The answer to this request must not delay the end of the server.
+    waiting = run_in_background(lambda: httpx.post(f"{url}/adopt", json={"version": 8}, timeout=60))
     httpx.post(f"{url}/pause")
     body = {"prompt": "a1:", "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
@@ -86,6 +93,7 @@ def test_serve_update_and_interrupt(served: tuple[subprocess.Popen[str], str]) -
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr == ""
+    assert waiting.result().json()["error"]["code"] == "shutting_down"
 
 
 def drain(generator: Generator) -> Iterator[Completion]:

@@ -20,6 +20,7 @@ from midflight.generation.schemas import AdoptResponse
 from midflight.generation.token_streams import reason_of, refusal_of
 
 RETRY_S = 1.0
+REPEAT_S = 5.0  # a request without an answer is repeated: its connection may have been lost without a sign
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class Adoption:
             self._is_asking = False
 
     async def _ask_once(self, version: int) -> None:
-        # Repeated after a timeout: the connection may have been lost without a sign, and repeating does no harm.
-        timeout = httpx.Timeout(self._timeout_s)
+        timeout = httpx.Timeout(self._timeout_s, read=min(self._timeout_s, REPEAT_S))
         body = {"version": version} | ({} if self._lineage is None else {"lineage": self._lineage})
         try:
             response = await self._client.http.post("/adopt", json=body, timeout=timeout)

@@ -6,51 +6,46 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
-from torch import Tensor
 
-from midflight.concurrency.background import run_at_once
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
-from midflight.errors import GenerationLostError, ModelError, RecipeError, RunDirectoryError, WeightUpdateError
+from midflight.errors import GenerationError, GenerationLostError, ModelError, RecipeError, RunDirectoryError
 from midflight.generation.pool import EnginePool, PoolHooks
-from midflight.run import engines
+from midflight.generation.registry import read_entries
+from midflight.run import servers
 from midflight.run.directory import create_run
-from midflight.run.engine_registry import Registration, read_entries
-from midflight.run.engines import BACKOFF_S, LOOK_S, PROBE_S, Connect, Servers
+from midflight.run.engine_registry import Registration
+from midflight.run.servers import BACKOFF_S, LOOK_S, PROBE_S, Connect, Servers
 from midflight.testing.fakes import ScriptedGenerator
-from midflight.types import GenerationRequest, RolloutId, SamplingParams
+from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
 
 RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 
 class Connected(ScriptedGenerator):
+    """Client of a server; `refusal` is the server's answer to `adopt`."""
+
     hangs = False
 
-    def __init__(self, url: str, weight_error: Exception | None) -> None:
+    def __init__(self, url: str, refusal: Exception | None) -> None:
         super().__init__(lambda rollout: 5)
-        self.url, self.weight_error, self.is_closed = url, weight_error, False
+        self.url, self.refusal, self.is_closed = url, refusal, False
 
-    @property
-    def weight_version(self) -> int:
+    def check_health(self) -> None:
         if self.hangs:
             raise GenerationLostError("no answer")
-        return self._version
 
-    @weight_version.setter
-    def weight_version(self, version: int) -> None:
-        self._version = version
-
-    def update_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        if self.weight_error is not None:
-            raise self.weight_error
-        super().update_weights(version, weights)
+    def step(self) -> list[Completion]:
+        if self.refusal is not None and not self.num_in_flight:
+            raise self.refusal
+        return super().step()
 
     def close(self) -> None:
         self.is_closed = True
@@ -66,13 +61,12 @@ class Controls:
         self.attempts: list[str] = []
         self.connected: list[Connected] = []
         self.held: list[Callable[[], None]] | None = None  # connection attempts to finish on request; None: at once
-        self.weight_error: Exception | None = None
-        self.transfer_s = 0.0  # duration of a weight transfer
-        monkeypatch.setattr(engines, "run_in_background", self._run)
+        self.refusal: Exception | None = None  # to adopt weights, by servers that are connected from now on
+        monkeypatch.setattr(servers, "run_in_background", self._run)
         connect = cast(Connect, self._connect)
         self.servers = Servers(directory, connect, threading.Event(), self.notes.append, lambda: self.now_s)
         hooks = PoolHooks(self.servers.discover, self.servers.log, self.servers.left)
-        self.pool = EnginePool(0, {}, run=self._transfer, hooks=hooks)
+        self.pool = EnginePool(0, hooks=hooks)
 
     def write(self, name: str, url: str, at: int = 1) -> None:
         path = self.directory / f"{name}.json"
@@ -90,12 +84,8 @@ class Controls:
         self.attempts.append(url)
         if url in self.errors:
             raise self.errors[url]
-        self.connected.append(Connected(url, self.weight_error))
+        self.connected.append(Connected(url, self.refusal))
         return self.connected[-1]
-
-    def _transfer(self, function):  # type: ignore[no-untyped-def]
-        self.now_s += self.transfer_s
-        return run_at_once(function)
 
     def _run(self, function):  # type: ignore[no-untyped-def]
         future: Future[object] = Future()
@@ -153,16 +143,18 @@ def test_unreachable_servers_are_retried_with_growing_delays(controls: Controls)
     assert controls.discover(BACKOFF_S[1]) == {"one"}
 
 
-def test_failed_weight_transfers_are_retried_with_growing_delays(controls: Controls) -> None:
-    """The server can be reached every time, and every transfer fails after a long time."""
-    controls.weight_error, controls.transfer_s = WeightUpdateError("the process group could not be set up"), 100.0
+def test_servers_that_refuse_to_adopt_are_retried_with_growing_delays(controls: Controls) -> None:
+    """The server can be reached every time."""
+    controls.refusal = GenerationError("it does not adopt version 0: the admin token is wrong")
     controls.write("one", "http://one:1")
     while len(controls.attempts) < 9:
         controls.discover()
-    why = "engine one could not join: the process group could not be set up; next attempt in"
-    assert controls.notes == [f"{why} {delay} s" for delay in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
-    controls.transfer_s = 0.0
-    controls.weight_error = None
+    controls.discover()
+    refused = "engine one left: it does not adopt version 0: the admin token is wrong; next attempt in"
+    assert [note for note in controls.notes if "joined" not in note] == [
+        f"{refused} {delay} s" for delay in (1, 2, 4, 8, 16, 32, 60, 60, 60)
+    ]
+    controls.refusal = None
     assert controls.discover(BACKOFF_S[1]) == {"one"}
     controls.pool.lose("one", "it hangs")
     assert controls.notes[-1] == "engine one left: it hangs; next attempt in 60 s"

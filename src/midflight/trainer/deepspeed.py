@@ -189,7 +189,7 @@ class DeepSpeedTrainer(SingleProcessTrainer):
 
         def states() -> Iterator[Named]:
             for name, parameter in self._trained.items():
-                yield f"{_STEP}.{name}", num_steps
+                yield f"{_STEP}.{name}", num_steps.clone()  # safetensors saves no shared storage
                 for moment in _MOMENTS:
                     full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)
                     yield f"{moment}.{name}", full

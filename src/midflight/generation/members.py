@@ -21,8 +21,9 @@ from midflight.types import Completion, GenerationRequest, RolloutId
 
 T = TypeVar("T")
 
-# A member is late if it takes longer than this for an update, and twice as long as the median of the others.
-PATIENCE_S = 1.0
+# A member is late if most members have had a version that it lacks for longer than this.
+PATIENCE_S = 2.0
+DEFAULT_TIMEOUT_S = 60.0
 NO_VERSION = -1  # weight version of a member that has no weights of the run yet
 
 
@@ -40,7 +41,6 @@ class Member:
     generator: Generator
     hang_up: Callable[[], object]
     version: int = NO_VERSION  # of its weights, as of the last `Members.read_versions`
-    update_s: float = 0.0  # duration of its last update
     samples: bool = False  # False: it is joining, or was set aside because it is late
     has_joined: bool = False
     was_behind: bool = False  # the log has said that it must catch up
@@ -50,6 +50,15 @@ class Member:
     requests: dict[RolloutId, GenerationRequest] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Wish:
+    """A version that the members were asked to adopt, and when sampling members first had it."""
+
+    version: int
+    one_has_it_s: float | None = None
+    most_have_it_s: float | None = None
+
+
 class Members:
     """Members by name.
 
@@ -57,16 +66,23 @@ class Members:
     `newest_version`: the version that the members were last asked to adopt.
     """
 
-    def __init__(self, version: int, run: Runner, ended: threading.Event | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        version: int,
+        run: Runner,
+        ended: threading.Event | None,
+        clock: Callable[[], float],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
         """Create an empty set of members.
 
         `version`: members sample with this version or a newer one. `ended`: event to set when a background call has
-        ended.
+        ended. `timeout_s`: longest wait for other members, if only a minority has a version.
         """
         self.weight_version = self.newest_version = version
         self._by_name: dict[str, Member] = {}
-        self._run, self._ended, self._clock = run, ended, clock
-        self._asked: list[tuple[int, float]] = []  # versions that a sampling member may lack, and when they were asked
+        self._run, self._ended, self._clock, self._timeout_s = run, ended, clock, timeout_s
+        self._wishes: list[_Wish] = []  # versions that a sampling member may lack
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_name.values()))
@@ -94,7 +110,7 @@ class Members:
         if version <= self.newest_version:
             return
         self.newest_version = version
-        self._asked.append((version, self._clock()))
+        self._wishes.append(_Wish(version))
         for member in self:
             member.generator.adopt(version)
 
@@ -108,11 +124,8 @@ class Members:
 
     def read_versions(self) -> list[Member]:
         """Read the versions of all members; let those that are new enough sample, and return the ones that begin to."""
-        now_s = self._clock()
         for member in self:
-            if (version := member.generator.weight_version) > member.version:
-                reached = [asked_s for asked, asked_s in self._asked if asked <= version]
-                member.version, member.update_s = version, now_s - reached[-1] if reached else member.update_s
+            member.version = max(member.version, member.generator.weight_version)
         started = [
             member
             for member in self
@@ -126,28 +139,33 @@ class Members:
     def set_aside_late(self) -> list[Member]:
         """Stop the late members from sampling, and return them.
 
-        A member is late if most members sample with a version that it has been asked for too long ago.
+        A member is late if most sampling members have had a version that it lacks for PATIENCE_S, or one of them for
+        `timeout_s`.
         """
         sampling = [member for member in self if member.samples]
-        newest_late = max((member.version for member in sampling if self._is_late(member, sampling)), default=None)
-        if newest_late is None:
+        now_s = self._clock()
+        for wish in self._wishes:
+            num_with_it = sum(member.version >= wish.version for member in sampling)
+            if num_with_it and wish.one_has_it_s is None:
+                wish.one_has_it_s = now_s
+            if num_with_it and 2 * num_with_it >= len(sampling) and wish.most_have_it_s is None:
+                wish.most_have_it_s = now_s
+        due = [wish.version for wish in self._wishes if self._is_due(wish, now_s)]
+        late = [member for member in sampling if member.version < max(due, default=self.weight_version)]
+        if len(late) == len(sampling):  # the members that had the version have left since
             return []
-        late = [member for member in sampling if member.version <= newest_late]
         for member in late:
             member.samples = False
         self._count_sampling()
         return late
 
-    def _is_late(self, member: Member, sampling: list[Member]) -> bool:
-        version, asked_s = next((ask for ask in self._asked if ask[0] > member.version), (None, 0.0))
-        if version is None:
-            return False
-        durations = sorted(other.update_s for other in sampling if other.version >= version)
-        if 2 * len(durations) < max(2, len(sampling)):
-            return False
-        return self._clock() - asked_s > max(PATIENCE_S, 2 * durations[len(durations) // 2])
+    def _is_due(self, wish: _Wish, now_s: float) -> bool:
+        most_s, one_s = wish.most_have_it_s, wish.one_has_it_s
+        return (most_s is not None and now_s - most_s > PATIENCE_S) or (
+            one_s is not None and now_s - one_s > self._timeout_s
+        )
 
     def _count_sampling(self) -> None:
         versions = [member.version for member in self if member.samples]
         self.weight_version = max(self.weight_version, min(versions, default=self.weight_version))
-        self._asked = [(asked, asked_s) for asked, asked_s in self._asked if asked > self.weight_version]
+        self._wishes = [wish for wish in self._wishes if wish.version > self.weight_version]

@@ -23,6 +23,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.config.sections import HttpEngineConfig
 from midflight.errors import MidflightError, ModelError, RequestError
 from midflight.generation.client import HTTPGenerator
+from midflight.generation.members import DEFAULT_TIMEOUT_S
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.generation.registry import Entry, read_entries
 from midflight.models.loading import load_config
@@ -56,6 +57,7 @@ def server_pool(
         run=run_in_background,
         ended=ended,
         hooks=PoolHooks(servers.discover, servers.log, servers.left, functools.partial(_check, recipe)),
+        timeout_s=getattr(recipe.weights, "timeout_s", DEFAULT_TIMEOUT_S),
         join_timeout_s=recipe.engine.join_timeout_s,
     )
     if not read_entries(run.engines):

@@ -122,4 +122,5 @@ def serve(
             registration.enter(url)
 
     retire = registration.withdraw if registration else lambda: None
-    serve_model(recipe, announce, retire, limits_of_model=join is None)
+    receiver = registration.receiver() if registration else None
+    serve_model(recipe, announce, retire, limits_of_model=join is None, receiver=receiver)

@@ -10,6 +10,7 @@ responses.py        from deltas to OpenAI responses and chunks
 openai_routes.py    /v1/completions, /v1/chat/completions, /v1/models
 control_routes.py   abort, pause, resume, health, metrics, adopt, weights
 weight_intake.py    weights from the trainer to the engine of this server
+weight_pull.py      weights that a server takes itself, such as from files
 disconnects.py      answers that end early if their client disconnects
 server.py           the application
 client.py           HTTPGenerator, a Generator over a server

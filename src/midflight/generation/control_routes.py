@@ -26,13 +26,14 @@ from midflight.generation.schemas import (
     lists_of,
 )
 from midflight.generation.weight_intake import WeightIntake
+from midflight.generation.weight_pull import WeightPull
 from midflight.types import RolloutId
 from midflight.weights.engine_control import PROTOCOL
 from midflight.weights.process_group import Invitation
 from midflight.weights.progress import Progress
 
 
-def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
+def control_router(driver: GeneratorDriver, weights: WeightIntake, pull: WeightPull | None = None) -> APIRouter:
     """Create the control routes except /metrics. All but the GET routes need the admin token."""
     router = APIRouter(tags=["control"], responses=ERROR_RESPONSES)
     admin = [Depends(require_admin)]
@@ -112,6 +113,8 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake) -> APIRouter:
         The weights arrive on their own, so the answer may take long.
         """
         lineage = driver.active.lineage if body.lineage is None else body.lineage
+        if pull is not None:
+            pull.want(lineage, body.version)
         adopted = asyncio.wrap_future(driver.adopt(lineage, body.version))
         used = await unless_disconnected(request, asyncio.shield(adopted))
         return (

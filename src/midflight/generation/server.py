@@ -15,6 +15,8 @@ from midflight.generation.openai_routes import openai_router
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.served_requests import ServedRequests
 from midflight.generation.weight_intake import WeightIntake
+from midflight.generation.weight_pull import WeightPull
+from midflight.protocols import WeightReceiver
 from midflight.types import TensorSpec
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
@@ -28,25 +30,29 @@ def create_app(
     admin_token: str | None = None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     device: str = "cpu",
+    receiver: WeightReceiver | None = None,
 ) -> FastAPI:
     """Create the application over a running driver; the application closes the driver at shutdown.
 
     `admin_token`: required by the weight routes, abort, pause and resume; None: no token is required. `device`: device
-    that receives new weights.
+    that receives new weights. `receiver`: weights that this server takes itself; None: a sender brings them.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         weights.close()
+        if pull is not None:
+            pull.close()
         driver.close()
 
     weights = WeightIntake(driver, weight_specs, device)
+    pull = None if receiver is None else WeightPull(driver, receiver)
 
     app = FastAPI(title="Midflight", description="Generation with in-flight weight updates.", lifespan=lifespan)
     app.state.admin_token = admin_token
     app.include_router(openai_router(model, ServedRequests(driver)))
-    app.include_router(control_router(driver, weights))
+    app.include_router(control_router(driver, weights, pull))
     app.include_router(metrics_router(driver))
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)

@@ -12,6 +12,8 @@ import httpx
 from midflight.config import load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
+from midflight.launch.weights import build_transport
+from midflight.protocols import WeightReceiver
 from midflight.run.directory import write_atomically
 
 _ANY_ADDRESS = ("0.0.0.0", "::")
@@ -30,12 +32,17 @@ class Registration:
                 f"--join {run_directory}: the directory holds no run; start one with `midflight train RECIPE"
                 f" engine.type=http run.directory={run_directory}`"
             )
-        if load_recipe(run.config).engine.type != "http":
+        self._run, self._recipe = run, load_recipe(run.config)
+        if self._recipe.engine.type != "http":
             raise RecipeError(
                 f"--join {run_directory}: the run has an engine of its own; engine.type = 'http' would work"
             )
         self._directory = run.engines
         self._file: Path | None = None
+
+    def receiver(self) -> WeightReceiver | None:
+        """Return the end of the run's weight transport for this server; None if the trainer sends to servers."""
+        return build_transport(self._recipe, self._run, self._run.path, "", str).receiver()
 
     def enter(self, url: str) -> None:
         """Register this server as ready. If it listens on all addresses, its host name is registered."""

@@ -27,6 +27,7 @@ from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, load_tokenizer, stop_token_ids, weights_of
 from midflight.models.prompts import PromptFormat
 from midflight.models.stopping import StopRules
+from midflight.protocols import WeightReceiver
 from midflight.weights.engine_control import TOKEN_VARIABLE
 from midflight.weights.specs import specs_of
 
@@ -41,10 +42,12 @@ def serve_model(
     retire: Callable[[], object],
     *,
     limits_of_model: bool = True,
+    receiver: WeightReceiver | None = None,
 ) -> None:
     """Serve until a signal comes. `announce` gets the URL once requests are accepted; `retire` is called at the end.
 
-    `limits_of_model`: lengths that the recipe does not set are limited by the model's context only.
+    `limits_of_model`: lengths that the recipe does not set are limited by the model's context only. `receiver`: weights
+    that this server takes itself.
     Raises: RecipeError if the [serve] settings do not work; ModelError; KeyboardInterrupt after Ctrl-C.
     """
     config, path = recipe.serve, recipe.model.path
@@ -80,6 +83,7 @@ def serve_model(
             admin_token=admin_token,
             max_body_bytes=config.max_body_bytes,
             device=recipe.engine.device,
+            receiver=receiver,
         )
         settings = uvicorn.Config(
             app, log_level="warning", timeout_keep_alive=_KEEPALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S

@@ -21,9 +21,9 @@ from midflight.types import Completion, GenerationRequest, RolloutId
 
 T = TypeVar("T")
 
-# A member is late if most members have had a version that it lacks for longer than this.
-PATIENCE_S = 2.0
-DEFAULT_TIMEOUT_S = 60.0
+# A member is late if most members have had a version that it lacks for this long, or some of them twice as long. The
+# sender of a process group hands a version to all members at about the same time.
+PATIENCE_S = 1.5
 NO_VERSION = -1  # weight version of a member that has no weights of the run yet
 
 
@@ -72,16 +72,16 @@ class Members:
         run: Runner,
         ended: threading.Event | None,
         clock: Callable[[], float],
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Create an empty set of members.
 
         `version`: members sample with this version or a newer one. `ended`: event to set when a background call has
-        ended. `timeout_s`: longest wait for other members, if only a minority has a version.
+        ended. `patience_s`: time for which most members have a version before the others are late.
         """
         self.weight_version = self.newest_version = version
         self._by_name: dict[str, Member] = {}
-        self._run, self._ended, self._clock, self._timeout_s = run, ended, clock, timeout_s
+        self._run, self._ended, self._clock, self._patience_s = run, ended, clock, patience_s
         self._wishes: list[_Wish] = []  # versions that a sampling member may lack
 
     def __iter__(self) -> Iterator[Member]:
@@ -139,8 +139,8 @@ class Members:
     def set_aside_late(self) -> list[Member]:
         """Stop the late members from sampling, and return them.
 
-        A member is late if most sampling members have had a version that it lacks for PATIENCE_S, or one of them for
-        `timeout_s`.
+        A member is late if most sampling members have had a version that it lacks for `patience_s`, or one of them for
+        twice as long.
         """
         sampling = [member for member in self if member.samples]
         now_s = self._clock()
@@ -161,8 +161,8 @@ class Members:
 
     def _is_due(self, wish: _Wish, now_s: float) -> bool:
         most_s, one_s = wish.most_have_it_s, wish.one_has_it_s
-        return (most_s is not None and now_s - most_s > PATIENCE_S) or (
-            one_s is not None and now_s - one_s > self._timeout_s
+        return (most_s is not None and now_s - most_s > self._patience_s) or (
+            one_s is not None and now_s - one_s > 2 * self._patience_s
         )
 
     def _count_sampling(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from midflight.concurrency.background import run_at_once
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
-from midflight.generation.members import DEFAULT_TIMEOUT_S, NO_VERSION, Member, Members, Runner
+from midflight.generation.members import NO_VERSION, PATIENCE_S, Member, Members, Runner
 from midflight.generation.placement import Placement
 from midflight.protocols import Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
@@ -64,7 +64,7 @@ class EnginePool:
         run: Runner = run_at_once,
         ended: threading.Event | None = None,
         hooks: PoolHooks = PoolHooks(),
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,9 +72,9 @@ class EnginePool:
 
         `version`: members sample with this version or a newer one. `run`: `run_in_background` for remote members.
         `ended`: the event that remote members set when they have a completion or have adopted new weights.
-        `timeout_s`: longest wait for new weights of some members while others have them.
+        `patience_s`: time for which most members have new weights before the others are late.
         """
-        self._members = Members(version, run, ended, clock, timeout_s)
+        self._members = Members(version, run, ended, clock, patience_s)
         self._ended, self._hooks, self._join_timeout_s, self._clock = ended, hooks, join_timeout_s, clock
         self._owners: dict[RolloutId, Member] = {}
         self._waiting: dict[RolloutId, GenerationRequest] = {}

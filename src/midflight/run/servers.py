@@ -23,7 +23,7 @@ from midflight.config.run_directory import RunDirectory
 from midflight.config.sections import HttpEngineConfig
 from midflight.errors import MidflightError, ModelError, RequestError
 from midflight.generation.client import HTTPGenerator
-from midflight.generation.members import DEFAULT_TIMEOUT_S
+from midflight.generation.members import PATIENCE_S
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.generation.registry import Entry, read_entries
 from midflight.models.loading import load_config
@@ -37,6 +37,8 @@ BACKOFF_S = (1.0, 60.0)
 PROBE_S = 10.0
 # Timeout of an HTTP answer. A hanging engine can block the run once for this long.
 _ANSWER_TIMEOUT_S = 30.0
+# Patience with servers that load new weights themselves, each in its own time.
+_LOADING_PATIENCE_S = 30.0
 
 Connect = Callable[[str, threading.Event], HTTPGenerator]
 
@@ -57,7 +59,7 @@ def server_pool(
         run=run_in_background,
         ended=ended,
         hooks=PoolHooks(servers.discover, servers.log, servers.left, functools.partial(_check, recipe)),
-        timeout_s=getattr(recipe.weights, "timeout_s", DEFAULT_TIMEOUT_S),
+        patience_s=PATIENCE_S if recipe.weights.type == "process_group" else _LOADING_PATIENCE_S,
         join_timeout_s=recipe.engine.join_timeout_s,
     )
     if not read_entries(run.engines):

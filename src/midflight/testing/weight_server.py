@@ -186,7 +186,7 @@ def main() -> None:
 
     def report() -> None:
         seen = -1
-        while server.wait(seen + 1, float("inf")):
+        while server.wait(seen + 1, threading.TIMEOUT_MAX):
             seen = server.version
             print(seen, flush=True)
 

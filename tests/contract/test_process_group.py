@@ -331,7 +331,6 @@ def test_nccl_is_refused_without_cuda(tmp_path: Any) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(RecipeError, match="nccl"):
             transport.sender()
-    assert transport.receiver() is None
     with closing(transport.versions()) as versions:
         assert versions.newest_version() is None
 
@@ -449,11 +448,11 @@ def test_the_others_go_on_without_a_lost_engine(start: Any, serve: Any, deed: st
 
 
 def test_buckets_hold_each_tensor_once_within_their_size() -> None:
-    sizes = [1, 3, 2, 1, 15, 500, 1, 16, 3, 1]
+    sizes = [1, 3, 2, 1, 15, 500, 1, 16, 3, 1, 1]
     specs = [TensorSpec(str(index), (size,), "float32") for index, size in enumerate(sizes)]
     buckets = plan_buckets(specs, 256)
     names = [[placed.spec.name for placed in bucket.layout.tensors] for bucket in buckets]
-    assert names == [["0", "1", "2", "3"], ["4"], ["5"], ["6", "7", "8"], ["9"]]
+    assert names == [["0", "1", "2", "3"], ["4"], ["5"], ["6", "7", "8", "9"], ["10"]]
     with pytest.raises(WeightUpdateError, match="announced twice"):
         plan_buckets([specs[0], specs[0]], 128)
     with pytest.raises(WeightUpdateError, match="complex64"):

@@ -20,6 +20,7 @@ from midflight.weights.progress import ChainWatch, Progress
 TICK_S = 0.25
 TIMEOUT_S = 5.0  # `weights.timeout_s`
 TIMEOUT_TICKS = int(TIMEOUT_S / TICK_S)
+LIMIT_TICKS = 4  # of a transfer to servers that have failed before, while the others wait for a newer version
 NUM_BYTES = 60  # of all weights
 ROOM_BYTES = 20  # that a server keeps until the next one has taken them
 
@@ -148,11 +149,13 @@ class ScriptedSender:
         self._broadcast: Broadcast | None = None
         self._newest, self._published_at = 0, 0
         self._spares_first, self._slow_first = False, ""
+        self._names: set[str] = set()
 
     def tick(self, now: int, newest: int, servers: Mapping[str, Server]) -> None:
         self.now = now
         if newest > self._newest:
             self._newest, self._published_at = newest, now
+        self._names = set(servers)
         self.membership.look({name: server.entry for name, server in servers.items()})
         self._ask(servers)
         if self._broadcast is None:
@@ -200,10 +203,12 @@ class ScriptedSender:
         self.membership.rank_slow(broadcast.entries, broadcast.watch.slowest())
 
     def _is_awaited(self, broadcast: Broadcast) -> bool:
-        """True if other servers have waited for a newer version for the timeout."""
+        """True if other servers have waited for a newer version too long."""
         others = self.membership.ready() - broadcast.entries.keys()
+        known = [name for name in broadcast.entries if name in self._names]
+        limit = LIMIT_TICKS if all(map(self.membership.has_failed, known)) else TIMEOUT_TICKS
         waited = self.now - self._published_at
-        return bool(others) and self._newest > broadcast.version and waited >= TIMEOUT_TICKS
+        return bool(others) and self._newest > broadcast.version and waited >= limit
 
     def _leave_out(self, name: str, entry: AnyEntry, why: str) -> None:
         self.membership.forget_weights(name, entry)

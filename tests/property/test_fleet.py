@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from midflight.generation.members import PATIENCE_S
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.protocols import Generator, Schedule
 from midflight.schedules.april import AprilSchedule
@@ -215,7 +216,7 @@ three_servers = {1: Event("join", 0), 2: Event("join", 0)}
 quick_steps = World(lengths=[5], train_ticks=[3], grade_ticks=[0])
 # Longest wait of the fleet for one server. The requests of a server that hangs are in its hands until the probe fails.
 # If a slow server is the first of the chain, the sender moves it to the end before it leaves the server out.
-SLACK_TICKS = 8
+SLACK_TICKS = 4 + int(2 * PATIENCE_S / TICK_S)  # the sender's rounds, and the pool's patience with the server
 WAIT_TICKS = {
     "cut off": TIMEOUT_TICKS + SLACK_TICKS,
     "slow": 2 * TIMEOUT_TICKS + SLACK_TICKS,

@@ -25,6 +25,7 @@ from midflight.weights.process_group import Announcement
 from midflight.weights.snapshot import streamed
 
 LOOK_S = 1.0  # interval between two looks at the registry
+_LEAST_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Fleet:
         self._group: GroupSource | None = None
         self._members: dict[str, Entry] = {}  # of the group
         self._sent_before = 0  # bytes, by earlier groups
+        self._usual_s = 0.0  # duration of the last complete transfer
         self._spare_first = False
         self._slow_first = ""
         self._look_at_s = -math.inf
@@ -112,11 +114,12 @@ class Fleet:
         announcement: Announcement,
         content: int,
         pieces: Callable[[], Iterable[Tensor | None]],
-        is_awaited: Callable[[], bool] = lambda: False,
+        is_awaited: Callable[[float], bool] = lambda limit_s: False,
     ) -> bool:
         """Send weights to the engines that lack them; return False if there are none.
 
-        `is_awaited`: a newer version has waited too long. If other engines wait for it, this transfer is given up.
+        `is_awaited(limit_s)`: a newer version has waited for so long. If other engines wait for it, this transfer is
+        given up: at the timeout, or after two usual transfers if all of its engines have failed before.
         """
         with self._lock:
             entries = self._entries(self._membership.lacking(announcement.version, content))
@@ -126,11 +129,17 @@ class Fleet:
             if group is None:
                 return True
             others = self._membership.ready() - entries.keys()
-            rules = Rules(self._settings.group.timeout_s, self._spare_first, lambda: bool(others) and is_awaited())
+            timeout_s = limit_s = self._settings.group.timeout_s
+            if all(map(self._membership.has_failed, entries)):
+                limit_s = min(timeout_s, max(_LEAST_LIMIT_S, 2 * self._usual_s))
+            rules = Rules(timeout_s, self._spare_first, lambda: bool(others) and is_awaited(limit_s))
+            started_s = time.monotonic()
             try:
                 outcome = group.broadcast(announcement, self._settings.lineage, content, pieces(), rules)
             finally:
                 self._drop_closed_group()
+            if not outcome.failures:
+                self._usual_s = time.monotonic() - started_s
             self._settle(outcome, announcement.version, content)
             return True
 

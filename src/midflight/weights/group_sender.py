@@ -192,9 +192,9 @@ class GroupSender:
                     self._spare = self._in_transit.memory if self._in_transit else self._spare
                 self._in_transit = None
 
-    def _is_awaited(self, in_transit: Snapshot) -> bool:
-        """True if a newer version has waited for the end of this transfer for `timeout_s`."""
+    def _is_awaited(self, in_transit: Snapshot, limit_s: float) -> bool:
+        """True if a newer version has waited for the end of this transfer for `limit_s`."""
         newest = self._newest
         if newest is None or newest.snapshot is in_transit:
             return False
-        return time.monotonic() - newest.published_s >= self._settings.group.timeout_s
+        return time.monotonic() - newest.published_s >= limit_s

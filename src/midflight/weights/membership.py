@@ -87,13 +87,22 @@ class Membership:
             self._ask_later(member, ASK_S)
 
     def lacking(self, version: int, content: int) -> list[str]:
-        """Engines that need the tensors of the newest version, in the order of the chain: slow ones last."""
+        """Engines that need the tensors of the newest version, in the order of the chain: slow ones last.
+
+        Engines that have failed since their last weights come only when no other engine lacks the version, so that the
+        others do not wait for them again.
+        """
         lacking = [
             name
             for name, member in self._members.items()
             if member.is_ready and _is_older(member, version) and member.content != content
         ]
-        return sorted(lacking, key=lambda name: (self._members[name].slowness, name))
+        others = [name for name in lacking if not self.has_failed(name)]
+        return sorted(others or lacking, key=lambda name: (self._members[name].slowness, name))
+
+    def has_failed(self, name: str) -> bool:
+        """Return True if the engine was left out since it last got weights."""
+        return self._members[name].delay_s > BACKOFF_S[0]
 
     def to_relabel(self, version: int, content: int) -> list[str]:
         """Engines that have the newest tensors under an older version."""

@@ -37,9 +37,8 @@ def test_results_have_targets_and_a_table_that_fits_a_terminal(tmp_path: Path) -
     decode |= {"over_transformers": 3.0, "of_roofline": 0.5}
     update = {
         "model": "smollm2_shape",
-        "median_pause_decode_steps": 2.0,
         "median_decode_step_ms": 3.0,
-        "pause_ms": {"median": 6.0, "max": 9.0},
+        "longest_delay_steps": {"median": 2.0, "max": 3.0},
     }
     outcomes = [
         outcome("fused_decoder", "failed", "Traceback\n" + "x " * 90),
@@ -50,7 +49,7 @@ def test_results_have_targets_and_a_table_that_fits_a_terminal(tmp_path: Path) -
     assert holds == {
         "checks that did not pass": False,
         "decode_llama_1b_shape: least ratio to transformers' generate": True,
-        "updates_smollm2_shape: median pause (decode steps)": False,
+        "updates_smollm2_shape: median longest delay (decode steps)": False,
     }
     write_results(tmp_path, {"gpu": "none"}, CHECKS, outcomes)
     assert json.loads((tmp_path / "gpu_decode.json").read_text())["rows"] == [decode]

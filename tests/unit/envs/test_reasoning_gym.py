@@ -150,7 +150,7 @@ def test_prompt_can_have_a_template_and_be_plain_text() -> None:
             {},
             r"task\.tasks\.1: chain_sum refuses its options: max_terms must be >= min_terms",
         ),
-        (["chain_sum"], {"answer_pattern": "("}, r"answer_pattern = '\(': "),
+        (["chain_sum"], {"answer_pattern": "("}, r"answer_pattern = '\(' is not a regular expression: missing \)"),
         (["chain_sum"], {"answer_pattern": "x"}, "answer_pattern = 'x' has no group"),
         (["chain_sum"], {"prompt_template": "x"}, "prompt_template has no place for the question"),
     ],

@@ -215,8 +215,8 @@ def test_april_bounds_versions_while_servers_fail(
 three_servers = {1: Event("join", 0), 2: Event("join", 0)}
 quick_steps = World(lengths=[5], train_ticks=[3], grade_ticks=[0])
 # Longest wait of the fleet for one server. The requests of a server that hangs are in its hands until the probe fails.
-# If such a server is the first of the chain, the sender may move it to the end before it leaves the server out. One that
-# has just joined may hold up two transfers.
+# If such a server is the first of the chain, the sender may move it to the end before it leaves the server out.
+# A server that has just joined may hold up two transfers.
 SLACK_TICKS = 4 + int(2 * PATIENCE_S / TICK_S)  # the sender's rounds, and the pool's patience with the server
 WAIT_TICKS = {
     "cut off": 2 * TIMEOUT_TICKS + SLACK_TICKS,

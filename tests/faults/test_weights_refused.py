@@ -58,19 +58,11 @@ def wider(directory: Path) -> Path:
     return changed_model(directory, "wider", {"intermediate_size": 768}, wide)
 
 
-def halved(directory: Path) -> Path:
-    """The same names and shapes in another dtype."""
-    weights = load_file(MODEL / "model.safetensors")
-    return changed_model(
-        directory, "halved", {"dtype": "bfloat16"}, {name: tensor.bfloat16() for name, tensor in weights.items()}
-    )
-
-
 @pytest.mark.faults
 def test_servers_that_do_not_fit_are_left_out_by_name(tmp_path: Path) -> None:
     with fleet(tmp_path / "run", names=("one",)) as members:
         run = members.run
-        others = [join(members, f"{make.__name__}", f"model.path={make(tmp_path)}") for make in (deeper, wider, halved)]
+        others = [join(members, f"{make.__name__}", f"model.path={make(tmp_path)}") for make in (deeper, wider)]
         older = join(members, "older")
         older.link.rewrite_answers(answer_of_an_older_protocol)
         older.restart()
@@ -86,7 +78,6 @@ def test_servers_that_do_not_fit_are_left_out_by_name(tmp_path: Path) -> None:
         expected = {
             "deeper": "'model.layers.3.",
             "wider": "'model.layers.0.mlp.",
-            "halved": "bfloat16",
             "older": "version 0 of the weight routes",
             "nowhere": "127.0.0.1:9",
             "unroutable": "192.0.2.1:9",

@@ -295,8 +295,15 @@ class Run:
         self.wait_until(lambda: num_lines(self.directory) >= goal)
 
     def pid(self, role: str) -> int:
-        self.wait_until(lambda: find(role, self.process.pid) is not None)
-        return pid_of(role, self.process.pid)
+        found: list[int | None] = [None]
+
+        def appears() -> bool:
+            found[0] = find(role, self.process.pid)
+            return found[0] is not None
+
+        self.wait_until(appears)
+        assert found[0] is not None
+        return found[0]
 
     def hurt(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):

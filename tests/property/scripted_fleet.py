@@ -15,7 +15,7 @@ from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import Completion, GenerationRequest, RolloutId
 from midflight.weights.membership import Entry as AnyEntry
 from midflight.weights.membership import Membership
-from midflight.weights.progress import ChainWatch, Progress
+from midflight.weights.progress import ChainWatch, Progress, Verdict
 
 TICK_S = 0.25
 TIMEOUT_S = 5.0  # `weights.timeout_s`
@@ -86,10 +86,10 @@ class _Link:
 class Broadcast:
     """One version on its way along a chain of servers."""
 
-    def __init__(self, version: int, chain: Sequence[Server], begun_at: int) -> None:
+    def __init__(self, version: int, chain: Sequence[Server], begun_at: int, counted_s: Mapping[str, float]) -> None:
         self.version, self.chain, self.begun_at = version, chain, begun_at
         self.entries = {server.name: server.entry for server in chain}
-        self.watch = ChainWatch([server.name for server in chain], NUM_BYTES, TIMEOUT_S, begun_at * TICK_S)
+        self.watch = ChainWatch(list(self.entries), NUM_BYTES, TIMEOUT_S, begun_at * TICK_S, counted_s)
         self._links = [_Link() for _ in chain]
 
     def move(self, now: int) -> None:
@@ -112,12 +112,11 @@ class Broadcast:
             self._links[index - 1].passed_on = link.received
         return num_bytes
 
-    def observe(self, now: int) -> list[str]:
-        """Return the servers that must be left out."""
+    def observe(self, now: int, spares_first: bool) -> Verdict:
         progress = {
             server.name: self._progress(index) if server.is_healthy else None for index, server in enumerate(self.chain)
         }
-        return self.watch.observe(now * TICK_S, NUM_BYTES, progress, self.done())
+        return self.watch.observe(now * TICK_S, NUM_BYTES, progress, self.done(), spares_first)
 
     def done(self) -> set[str]:
         return {
@@ -161,7 +160,8 @@ class ScriptedSender:
         if self._broadcast is None:
             lacking = self.membership.lacking(newest, newest)
             if lacking:
-                self._broadcast = Broadcast(newest, [servers[name] for name in lacking], now)
+                chain = [servers[name] for name in lacking]
+                self._broadcast = Broadcast(newest, chain, now, self.membership.counted_s(lacking))
         if self._broadcast is not None:
             self._advance(self._broadcast)
 
@@ -184,23 +184,24 @@ class ScriptedSender:
         broadcast.move(self.now)
         done = broadcast.done()
         failed = {server.name for server in broadcast.chain if server.is_dead}
-        failed |= set(broadcast.observe(self.now))
-        first_is_slow = broadcast.watch.first_is_slow() and not self._spares_first and not failed
-        is_over = failed or first_is_slow or len(done) == len(broadcast.chain) or self._is_awaited(broadcast)
+        verdict = broadcast.observe(self.now, self._spares_first)
+        failed |= set(verdict.late)
+        is_over = failed or verdict.put_last or len(done) == len(broadcast.chain) or self._is_awaited(broadcast)
         if not is_over:
             return
-        if first_is_slow:
+        if verdict.first_is_slow:
             first = broadcast.chain[0].name
             self._spares_first = self._slow_first not in ("", first)
             self._slow_first = first
         self._broadcast = None
+        watch, is_complete = broadcast.watch, len(done) == len(broadcast.chain)
+        self.membership.waited_for(watch.waited_s(), watch.counted_s(), verdict.put_last, is_complete)
         for server in broadcast.chain:
             if server.name in done:
                 server.staged = max(server.staged, broadcast.version)
                 self.membership.delivered(server.name, server.entry, broadcast.version, broadcast.version)
         for name in failed - done:
             self._leave_out(name, broadcast.entries[name], "it holds up the others")
-        self.membership.rank_slow(broadcast.entries, broadcast.watch.slowest())
 
     def _is_awaited(self, broadcast: Broadcast) -> bool:
         """True if other servers have waited for a newer version too long."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -214,24 +214,29 @@ def test_april_bounds_versions_while_servers_fail(
 
 three_servers = {1: Event("join", 0), 2: Event("join", 0)}
 quick_steps = World(lengths=[5], train_ticks=[3], grade_ticks=[0])
+slow_links = World(lengths=[3, 3, 40], train_ticks=[3], grade_ticks=[0], update_ticks=4)
 # Longest wait of the fleet for one server. The requests of a server that hangs are in its hands until the probe fails.
-# If such a server is the first of the chain, the sender may move it to the end before it leaves the server out.
-# A server that has just joined may hold up two transfers.
-SLACK_TICKS = 4 + int(2 * PATIENCE_S / TICK_S)  # the sender's rounds, and the pool's patience with the server
+SLACK_TICKS = 6 + int(PATIENCE_S / TICK_S)  # the sender's rounds, and the pool's patience with the server
 WAIT_TICKS = {
-    "cut off": 2 * TIMEOUT_TICKS + SLACK_TICKS,
-    "slow": 2 * TIMEOUT_TICKS + SLACK_TICKS,
+    "cut off": TIMEOUT_TICKS + SLACK_TICKS,
+    "slow": TIMEOUT_TICKS + SLACK_TICKS,
     "hang": max(TIMEOUT_TICKS, PROBE_TICKS) + SLACK_TICKS,
     "die": SLACK_TICKS,
 }
+MAX_CHAINS = 3  # made anew after one fault, before the others have their weights
+# Links so slow that a server needs more than the timeout for a version are a fault of their own.
+quick_worlds = worlds.map(lambda world: replace(world, update_ticks=min(world.update_ticks, 4)))
 
 
 @pytest.mark.slow
 @example(world=quick_steps, max_lag=1, num_groups=1, faults=[Event("cut off", 0)], at=40)
 @example(world=quick_steps, max_lag=1, num_groups=1, faults=[Event("cut off", 0), Event("cut off", 1)], at=40)
 @example(world=quick_steps, max_lag=1, num_groups=1, faults=[Event("slow", 2), Event("hang", 1)], at=41)
+# Cut off between two servers: both of them, and the connection, may be the reason.
+@example(world=slow_links, max_lag=0, num_groups=2, faults=[Event("cut off", 2)], at=20)
+@example(world=slow_links, max_lag=1, num_groups=2, faults=[Event("cut off", 2)], at=54)
 @given(
-    worlds,
+    quick_worlds,
     st.integers(0, 4),
     batch_groups,
     st.lists(st.builds(Event, st.sampled_from(sorted(WAIT_TICKS)), st.integers(0, 2)), min_size=1, max_size=2),
@@ -245,7 +250,9 @@ def test_no_server_makes_the_fleet_wait_for_longer_than_the_timeout(
     batch_size = num_groups * GROUP_SIZE
     events = three_servers | {at + index: fault for index, fault in enumerate(faults)}
     run = FleetRun(PipelineSchedule(batch_size, 4, batch_size, max_lag), batch_size, world, events)
-    assert run.finish().longest_stall <= sum(WAIT_TICKS[fault.kind] for fault in faults)
+    transfer_ticks = 1 + 2 * world.update_ticks  # of the slowest server
+    limit = sum(WAIT_TICKS[fault.kind] + MAX_CHAINS * transfer_ticks for fault in faults)
+    assert run.finish().longest_stall <= limit
     run.check_accounts()
 
 

@@ -132,7 +132,8 @@ class Fleet:
             timeout_s = limit_s = self._settings.group.timeout_s
             if all(map(self._membership.has_failed, entries)):
                 limit_s = min(timeout_s, max(_LEAST_LIMIT_S, 2 * self._usual_s))
-            rules = Rules(timeout_s, self._spare_first, lambda: bool(others) and is_awaited(limit_s))
+            counted_s = self._membership.counted_s(entries)
+            rules = Rules(timeout_s, self._spare_first, lambda: bool(others) and is_awaited(limit_s), counted_s)
             started_s = time.monotonic()
             try:
                 outcome = group.broadcast(announcement, self._settings.lineage, content, pieces(), rules)
@@ -207,11 +208,12 @@ class Fleet:
     def _settle(self, outcome: Outcome, version: int, content: int) -> None:
         """Enter the result of a broadcast into the table."""
         self._last_trouble = ""
+        is_complete = outcome.delivered == self._members.keys()
+        self._membership.waited_for(outcome.waited_s, outcome.counted_s, outcome.put_last, is_complete)
         for name in outcome.delivered:
             self._membership.delivered(name, self._members[name], version, content)
         for name, error in outcome.failures.items():
             self._fail(name, self._members[name], error)
-        self._membership.rank_slow(self._members, outcome.slow)
         if outcome.first_is_slow:
             first = next(iter(self._members))
             # The second engine that is slow in the first place: the trainer's own connection is slow.

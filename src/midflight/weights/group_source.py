@@ -49,11 +49,16 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Limits of one broadcast. `is_awaited`: other engines have waited for the end of this broadcast too long."""
+    """Limits of one broadcast.
+
+    `counted_s`: waits that count against an engine since its last complete broadcast. `is_awaited`: other engines have
+    waited for the end of this broadcast too long.
+    """
 
     timeout_s: float
     spare_first: bool  # the trainer's own connection may be slow: never close a group because of its first engine
     is_awaited: Callable[[], bool]
+    counted_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -62,7 +67,9 @@ class Outcome:
 
     delivered: set[str] = field(default_factory=set)
     failures: dict[str, EngineError] = field(default_factory=dict)
-    slow: list[str] = field(default_factory=list)  # engines that the others waited for, the slowest last
+    waited_s: dict[str, float] = field(default_factory=dict)  # for which all others have waited for an engine
+    counted_s: dict[str, float] = field(default_factory=dict)  # of such waits, against an engine
+    put_last: str | None = None  # the engine that the next chain must end with
     first_is_slow: bool = False  # the first engine of the chain, or the trainer's own connection
 
 
@@ -161,7 +168,7 @@ class _Run:
         self.events: queue.SimpleQueue[str | _Event] = queue.SimpleQueue()  # a name: this engine has answered
         buckets = plan_buckets(announcement.specs, announcement.bucket_bytes)
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        self._chain = ChainWatch(list(source.urls), num_bytes, rules.timeout_s, time.monotonic())
+        self._chain = ChainWatch(list(source.urls), num_bytes, rules.timeout_s, time.monotonic(), rules.counted_s)
         self._outcome = Outcome()
         self._answers: dict[str, Future[Any]] = {}
         for name, url in source.urls.items():
@@ -186,16 +193,16 @@ class _Run:
             self._source.close()
             for answer in self._answers.values():
                 answer.cancel()
-        self._outcome.slow = self._chain.slowest()
+        self._outcome.waited_s, self._outcome.counted_s = self._chain.waited_s(), self._chain.counted_s()
         return self._outcome
 
     def _find_late(self) -> None:
         delivered, limit = self._outcome.delivered, f"weights.timeout_s = {self._rules.timeout_s:g} s"
-        late = self._chain.observe(time.monotonic(), self.offered, self._progress(), delivered)
-        for name in late:
+        progress = self._progress()
+        verdict = self._chain.observe(time.monotonic(), self.offered, progress, delivered, self._rules.spare_first)
+        for name in verdict.late:
             self._fail_late(name, f"it held up version {self._version} for {limit}")
-        if not late and not self._rules.spare_first:
-            self._outcome.first_is_slow = self._chain.first_is_slow()
+        self._outcome.put_last, self._outcome.first_is_slow = verdict.put_last, verdict.first_is_slow
         if self._rules.is_awaited():
             for name in self._answers.keys() - delivered:
                 self._fail_late(name, f"the others waited {limit} for it to receive version {self._version}")
@@ -204,7 +211,7 @@ class _Run:
         self._outcome.failures[name] = EngineError(text, "failed")
 
     def _is_over(self) -> bool:
-        return bool(self._outcome.failures) or self._outcome.first_is_slow
+        return bool(self._outcome.failures) or self._outcome.put_last is not None
 
     def _diagnose(self) -> None:
         """Find the engines that made the broadcast fail; the others failed because of them."""

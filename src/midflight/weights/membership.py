@@ -38,6 +38,7 @@ class _Member:
     version: int | None = None
     content: int | None = None
     slowness: int = 0
+    counted_s: float = 0.0  # waits that count against it since its last complete broadcast, or since it was left out
     noted: str = ""  # the last line that the user has seen
 
 
@@ -142,7 +143,7 @@ class Membership:
         if member is None:
             return
         self._say(name, member, f"engine {name} is left out: {why}")
-        member.is_ready = False
+        member.is_ready, member.counted_s = False, 0.0
         self._ask_later(member, member.delay_s)
         member.delay_s = min(BACKOFF_S[1], 2 * member.delay_s)
 
@@ -154,13 +155,25 @@ class Membership:
             member.is_ready = False
             self._ask_later(member, math.inf)
 
-    def rank_slow(self, names: Iterable[str], slow: Iterable[str]) -> None:
-        """Remember which of these members of one chain the others waited for, the slowest last."""
+    def counted_s(self, names: Iterable[str]) -> dict[str, float]:
+        """Waits that count against these engines since their last complete broadcast, or since they were left out."""
+        return {name: self._members[name].counted_s for name in names}
+
+    def waited_for(
+        self, waited_s: Mapping[str, float], counted_s: Mapping[str, float], put_last: str | None, is_complete: bool
+    ) -> None:
+        """Remember how long the others have waited for each engine of one chain.
+
+        `put_last`: the engine that the next chain must end with. `is_complete`: all engines of the chain got weights.
+        """
+        slow = sorted((name for name in waited_s if waited_s[name] > 0), key=lambda name: waited_s[name])
         order = {name: place for place, name in enumerate(slow, 1)}
-        for name in names:
-            if name in self._members:
-                member = self._members[name]
-                member.slowness = member.slowness + order[name] if name in order else max(0, member.slowness - 1)
+        for name in waited_s.keys() & self._members.keys():
+            member = self._members[name]
+            member.counted_s = 0.0 if is_complete else member.counted_s + counted_s[name]
+            member.slowness = member.slowness + order[name] if name in order else max(0, member.slowness - 1)
+        if put_last in self._members:
+            self._members[put_last].slowness = 1 + max(member.slowness for member in self._members.values())
 
     def _get(self, name: str, entry: Entry) -> _Member | None:
         member = self._members.get(name)

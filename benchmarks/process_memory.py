@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks.watcher import Watcher
 from midflight.trainer.allocator import return_freed_memory
 
 _EVERY_S = 0.25
 
 
-class PeakMemory:
+class PeakMemory(Watcher):
     """Context in which the workers of a run are watched; `peak_mib` then has the peak of each role (MiB).
 
     A worker writes its output to `logs/ROLE.log` of the run directory, which tells its role. Resident memory includes
@@ -21,28 +21,17 @@ class PeakMemory:
     """
 
     def __init__(self, run_directory: Path) -> None:
+        super().__init__(_EVERY_S)
         self.peak_mib: dict[str, float] = {}
         self._logs = run_directory.resolve() / "logs"
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            for process in Path("/proc").glob("[0-9]*"):
-                with contextlib.suppress(OSError):  # the process has ended or belongs to another user
-                    output = (process / "fd" / "1").readlink()
-                    if output.parent == self._logs:
-                        self._note(output.stem, (process / "status").read_text())
+    def sweep(self) -> None:
+        """Read the peaks of all workers."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # the process has ended or belongs to another user
+                output = (process / "fd" / "1").readlink()
+                if output.parent == self._logs:
+                    self._note(output.stem, (process / "status").read_text())
 
     def _note(self, role: str, status: str) -> None:
         for line in status.splitlines():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from benchmarks.watcher import Watcher
 from midflight.errors import BenchmarkError
 
 _EVERY_S = 0.2
@@ -97,29 +95,14 @@ def _common_sweeps(samples: Samples, roles: Iterable[str]) -> set[int]:
     return common
 
 
-class WatchedMemory:
+class WatchedMemory(Watcher):
     """Context in which a process and all its descendants are watched; `samples` has those of each role."""
 
     def __init__(self, supervisor: int, run_directory: Path) -> None:
+        super().__init__(_EVERY_S)
         self.samples: dict[str, list[Sample]] = {}
         self._supervisor, self._logs = supervisor, run_directory.resolve() / "logs"
         self._sweep = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            self.sweep()
 
     def sweep(self) -> None:
         """Take a sample of every process."""

@@ -23,6 +23,7 @@ from midflight.types import (
     RolloutId,
     TensorSpec,
     Text,
+    WeightLabel,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class StopRule(Protocol):
         """Return True if the last of these tokens of a response completes a stop string."""
 
 
+NO_VERSION = -1  # `weight_version` of a generator that has no weights of the run yet
+
+
 class Generator(Protocol):
     """Continuous batching over token ids: requests come and go between decode steps.
 
@@ -211,7 +215,7 @@ class LocalEngine(Generator, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IncomingWeights:
-    """Weights as a transport hands them to an engine."""
+    """Weights as a transport hands them to an engine. The fields of WeightLabel, and the tensors."""
 
     version: int  # optimizer steps
     content: int  # the version that changed the tensors last, at most `version`: a skipped step changes nothing
@@ -221,6 +225,10 @@ class IncomingWeights:
     lineage: str = ""  # versions and contents of different lineages are not comparable
     # Raises WeightsReplacedError if the sender has overwritten a tensor by now; for tensors in use after the last one.
     check: Callable[[], object] = lambda: None
+
+    @property
+    def label(self) -> WeightLabel:
+        return WeightLabel(self.version, self.content, self.lineage)
 
 
 class WeightSender(Protocol):

@@ -397,3 +397,20 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLabel:
+    """The identity of weights: weights of one lineage and content have equal tensors."""
+
+    version: int  # optimizer steps
+    content: int  # the version that changed the tensors last
+    lineage: str = ""  # versions and contents of different lineages are not comparable
+
+    def has_tensors_of(self, other: WeightLabel) -> bool:
+        """Return True if the tensors of both labels are equal."""
+        return (self.content, self.lineage) == (other.content, other.lineage)
+
+    def covers(self, lineage: str, version: int) -> bool:
+        """Return True if these weights are of this lineage and no older than `version`."""
+        return self.lineage == lineage and self.version >= version

@@ -15,12 +15,11 @@ from contract.generating import LONG, drain, requests
 from contract.weight_sending import incoming
 from midflight.errors import GenerationError, GenerationLostError, ModelError, RequestError
 from midflight.generation import adoption
-from midflight.generation.client import NO_VERSION, HTTPGenerator
-from midflight.generation.driver import Weights as Label
+from midflight.generation.client import HTTPGenerator
 from midflight.models.loading import weights_of
-from midflight.protocols import Generator
+from midflight.protocols import NO_VERSION, Generator
 from midflight.testing.tiny_models import VOCAB_SIZE, tiny_engine, tiny_model
-from midflight.types import Completion, FinishReason, RolloutId, SamplingParams
+from midflight.types import Completion, FinishReason, RolloutId, SamplingParams, WeightLabel
 
 if TYPE_CHECKING:
     from contract.conftest import RunApp, Server, StartServer
@@ -194,14 +193,14 @@ def test_restarted_server_with_old_weights_is_refused(start_server: StartServer)
     server.driver.adopt("run", 3).result()
     with HTTPGenerator(server.url, lineage="run") as client:
         assert client.weight_version == 3
-        server.driver.active = Label("run", 2, 2)  # as after a restart
+        server.driver.active = WeightLabel(2, 2, "run")  # as after a restart
         with pytest.raises(GenerationError, match="min_weight_version is 3, but the weights have version 2"):
             client.add(requests(1))
-        server.driver.active = Label("", 4, 4)
+        server.driver.active = WeightLabel(4, 4)
         with pytest.raises(GenerationError, match="weight_lineage is 'run', but the weights are of lineage ''"):
             client.add(requests(1))
         assert client.num_in_flight == 0
-        server.driver.active = Label("run", 4, 4)
+        server.driver.active = WeightLabel(4, 4, "run")
         client.add(requests(1))
         drain(client)
 

@@ -13,10 +13,9 @@ from contract.generating import LONG, drain, requests
 from contract.weight_sending import Sender, Weights, incoming
 from midflight.errors import GenerationError, WeightUpdateError
 from midflight.generation.client import HTTPGenerator
-from midflight.generation.driver import Weights as Label
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
-from midflight.types import RolloutId
+from midflight.types import RolloutId, WeightLabel
 from midflight.weights.engine_control import EngineError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def test_paper_contract_answers_when_the_weights_are_in_use(start_server: StartS
             assert server.http.post("/v1/completions", json={"prompt": [3], "max_tokens": 2}).status_code == 200
 
         sender.send(3, Hooked(NEW, served_meanwhile))
-        assert server.driver.active == Label("", 3, 3)
+        assert server.driver.active == WeightLabel(3, 3)
         client.add(requests(1, LONG, first=50))
         completions = drain(client)
         assert set(completions[50].generated.weight_versions.tolist()) == {3}
@@ -73,7 +72,7 @@ def test_paper_contract_answers_when_the_weights_are_in_use(start_server: StartS
         assert server.metric("weight_updates_total") == 1
         assert server.metric("weight_version") == 3
         sender.send(4, NEW)
-        assert server.driver.active == Label("", 4, 4)
+        assert server.driver.active == WeightLabel(4, 4)
 
 
 def test_staged_weights_wait_for_adoption(start_server: StartServer) -> None:
@@ -102,7 +101,7 @@ def test_new_version_of_known_weights_needs_no_transfer(start_server: StartServe
         response = server.http.post("/request_weight_update", json={"version": version, "content": 5, **relabel})
         assert response.json()["bytes"] == 0
     assert server.http.post("/adopt", json={"version": 7, "lineage": "run"}).json()["version"] == 7
-    assert server.driver.active == Label("run", 7, 5)
+    assert server.driver.active == WeightLabel(7, 5, "run")
     engine = tiny_engine(tiny_model(seed=1))
     with HTTPGenerator(server.url) as client:
         for generator in (client, engine):
@@ -124,7 +123,7 @@ def test_versions_never_go_back_within_a_lineage(start_server: StartServer) -> N
     with Sender(server.url) as sender:
         sender.send(2, NEW, "second")
     assert server.http.post("/adopt", json={"version": 1, "lineage": "second"}).json()["version"] == 2
-    assert server.driver.active == Label("second", 2, 2)
+    assert server.driver.active == WeightLabel(2, 2, "second")
 
 
 @pytest.mark.parametrize(

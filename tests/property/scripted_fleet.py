@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from midflight.errors import GenerationLostError
-from midflight.generation.members import NO_VERSION
+from midflight.protocols import NO_VERSION
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import Completion, GenerationRequest, RolloutId
 from midflight.weights.membership import Entry as AnyEntry

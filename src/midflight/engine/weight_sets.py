@@ -17,7 +17,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from midflight.errors import NonFiniteWeightsError, WeightUpdateError
 from midflight.protocols import IncomingWeights
+from midflight.types import WeightLabel
 
 # Copies a block of rows of a tensor; the number is that of the first row.
 Writer = Callable[[Tensor, int], object]
@@ -50,19 +50,6 @@ class WeightSet(Protocol):
 Weights = TypeVar("Weights", bound=WeightSet)
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """The version of the weights in a set, and the content that tells equal tensors."""
-
-    version: int
-    content: int
-    lineage: str = ""
-
-    def has_tensors_of(self, other: Label) -> bool:
-        """Return True if the tensors of both labels are equal."""
-        return (self.content, self.lineage) == (other.content, other.lineage)
-
-
 class WeightSets(ABC, Generic[Weights]):
     """The weights that steps use, and their replacement; every version must have the names, shapes and dtypes of the
     first weights.
@@ -76,7 +63,7 @@ class WeightSets(ABC, Generic[Weights]):
     def __init__(self, first: Weights, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.active, self.index, self.num_changes = first, 0, 0
         self._expected = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-        self._label = Label(0, 0)
+        self._label = WeightLabel(0, 0)
         self._wanted: int | None = None
         self._one_stage = threading.Lock()
         self._changed = threading.Condition()  # guards the label, the wish and what is staged
@@ -97,7 +84,7 @@ class WeightSets(ABC, Generic[Weights]):
 
     def set_first_version(self, version: int) -> None:
         """Give the first weights their version."""
-        self._label = Label(version, version)
+        self._label = WeightLabel(version, version)
 
     def adopt(self, version: int) -> None:
         """Ask for this version or a newer one; no effect if the version is not newer.
@@ -115,7 +102,7 @@ class WeightSets(ABC, Generic[Weights]):
         Raises: WeightUpdateError, NonFiniteWeightsError naming the tensor; then the rest of `incoming.tensors` has been
         taken, unless it raised an error itself. An error of `incoming.tensors` replaces every other error.
         """
-        label = Label(incoming.version, incoming.content, incoming.lineage)
+        label = incoming.label
         with self._one_stage:
             if not self._relabel(label):
                 self._replace(label, incoming.tensors)
@@ -136,13 +123,13 @@ class WeightSets(ABC, Generic[Weights]):
     def _other_lineage(self) -> bool: ...
 
     @abstractmethod
-    def _relabel(self, label: Label) -> bool:
+    def _relabel(self, label: WeightLabel) -> bool:
         """Stage the label alone if a set has its tensors already; return False if not."""
 
     @abstractmethod
-    def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+    def _replace(self, label: WeightLabel, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
-    def _fill(self, target: Weights, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _fill(self, target: Weights, label: WeightLabel, tensors: Iterable[tuple[str, Tensor]]) -> None:
         target.begin()
         with self._on_stream():
             iterator = iter(tensors)
@@ -190,8 +177,8 @@ class TwoWeightSets(WeightSets[Weights]):
         super().__init__(first, weights, device)
         self._make = make
         self._idle: Weights | None = None
-        self._idle_label: Label | None = None  # None: incomplete
-        self._staged: Label | None = None  # tensors in the active or in the idle set
+        self._idle_label: WeightLabel | None = None  # None: incomplete
+        self._staged: WeightLabel | None = None  # tensors in the active or in the idle set
 
     def begin_step(self, idle: bool) -> bool:
         with self._changed:
@@ -214,14 +201,14 @@ class TwoWeightSets(WeightSets[Weights]):
     def _other_lineage(self) -> bool:
         return self._staged is not None and self._staged.lineage != self._label.lineage
 
-    def _relabel(self, label: Label) -> bool:
+    def _relabel(self, label: WeightLabel) -> bool:
         with self._changed:
             if not any(known and label.has_tensors_of(known) for known in (self._label, self._idle_label)):
                 return False
             self._staged = label
             return True
 
-    def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _replace(self, label: WeightLabel, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._changed:
             self._staged = self._idle_label = None
         if self._idle is None:
@@ -267,14 +254,14 @@ class OneWeightSet(WeightSets[Weights]):
     def _other_lineage(self) -> bool:
         return False
 
-    def _relabel(self, label: Label) -> bool:
+    def _relabel(self, label: WeightLabel) -> bool:
         with self._changed:
             if not (self._usable and label.has_tensors_of(self._label)):
                 return False
             self._label = label
             return True
 
-    def _replace(self, label: Label, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _replace(self, label: WeightLabel, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._changed:
             self._replacing = True
             self._changed.wait_for(lambda: not self._stepping)

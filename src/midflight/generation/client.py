@@ -22,11 +22,11 @@ from midflight.generation.adoption import Adoption
 from midflight.generation.background_client import BackgroundClient
 from midflight.generation.schemas import Model, ModelList, Status, lists_of
 from midflight.generation.token_streams import TokenStreams, reason_of, refusal_of
+from midflight.protocols import NO_VERSION
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
 from midflight.weights.engine_control import PROTOCOL
 
 DEFAULT_TIMEOUT_S = 60.0
-NO_VERSION = -1  # weight version of a server whose weights are of another lineage
 STEP_S = 0.05
 # Shorter than the keep-alive of any server, so that no connection is used while the server is closing it.
 KEEPALIVE_S = 2.0

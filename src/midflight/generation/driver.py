@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, WeightUpdateError
 from midflight.protocols import IncomingWeights, LocalEngine
-from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId, WeightLabel
 
 T = TypeVar("T")
 
@@ -62,23 +62,10 @@ class _Subscription:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """The identity of weights: two weights of one lineage and content have equal tensors."""
-
-    lineage: str
-    version: int
-    content: int
-
-    def covers(self, lineage: str, version: int) -> bool:
-        """Return True if these weights are of this lineage and no older than `version`."""
-        return self.lineage == lineage and self.version >= version
-
-
-@dataclass(frozen=True, slots=True)
 class _Wish:
     lineage: str
     version: int
-    future: Future[Weights]
+    future: Future[WeightLabel]
 
 
 class GeneratorDriver:
@@ -100,8 +87,8 @@ class GeneratorDriver:
         self.failure: GenerationError | None = None
         self.counters = Counters()
         version = engine.weight_version
-        self.active = Weights("", version, version)
-        self.staged: Weights | None = None
+        self.active = WeightLabel(version, version)
+        self.staged: WeightLabel | None = None
         self._is_due = False  # True: the next step adopts weights
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
@@ -156,15 +143,15 @@ class GeneratorDriver:
         """
         if self.failure:
             raise self.failure
-        staged = Weights(incoming.lineage, incoming.version, incoming.content)
+        staged = incoming.label
         with self._condition:
             self.staged = None
         self._engine.stage(incoming)
         self._submit(lambda: self._note_staged(staged)).result()
 
-    def adopt(self, lineage: str, version: int) -> Future[Weights]:
+    def adopt(self, lineage: str, version: int) -> Future[WeightLabel]:
         """Sample with this version or a newer one of the lineage as soon as it is staged; the future resolves then."""
-        adopted: Future[Weights] = Future()
+        adopted: Future[WeightLabel] = Future()
         adopted.set_running_or_notify_cancel()  # an adoption cannot be canceled
 
         def command() -> None:
@@ -270,7 +257,7 @@ class GeneratorDriver:
 
     # --- weights, in the driver's thread ----------------------------------------------------------------------
 
-    def _note_staged(self, staged: Weights) -> None:
+    def _note_staged(self, staged: WeightLabel) -> None:
         self.staged = staged
         self._note_adopted(None)  # an engine may use weights as soon as they are complete
         self._adopt()
@@ -285,15 +272,15 @@ class GeneratorDriver:
             self._is_due = True
         self._end_wishes()
 
-    def _note_adopted(self, expected: Weights | None) -> None:
+    def _note_adopted(self, expected: WeightLabel | None) -> None:
         """Find out which weights the engine uses. `expected`: the staged weights, if it should have adopted them."""
         version, staged = self._engine.weight_version, self.staged
         if staged is not None and staged.version == version and (staged is expected or self._is_newer(staged)):
             self.active, self.staged = staged, None
         elif version != self.active.version:  # the engine had newer weights already when it adopted
-            self.active = Weights(self.active.lineage, version, version)
+            self.active = WeightLabel(version, version, self.active.lineage)
 
-    def _is_newer(self, staged: Weights) -> bool:
+    def _is_newer(self, staged: WeightLabel) -> bool:
         return staged.lineage == self.active.lineage and staged.version >= self.active.version
 
     def _end_wishes(self) -> None:

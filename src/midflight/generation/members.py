@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from midflight.protocols import Generator
+from midflight.protocols import NO_VERSION, Generator
 from midflight.types import Completion, GenerationRequest, RolloutId
 
 T = TypeVar("T")
@@ -24,7 +24,6 @@ T = TypeVar("T")
 # A member is late if most members have had a version that it lacks for this long, or some of them twice as long. The
 # sender of a process group hands a version to all members at about the same time.
 PATIENCE_S = 1.5
-NO_VERSION = -1  # weight version of a member that has no weights of the run yet
 
 
 class Runner(Protocol):

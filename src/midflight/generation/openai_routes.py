@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
 from midflight.generation.disconnects import CLIENT_CLOSED_REQUEST, unless_disconnected
-from midflight.generation.driver import Weights
 from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
 from midflight.generation.request_parsing import (
     AsyncTokenizer,
@@ -30,6 +29,7 @@ from midflight.generation.responses import (
 )
 from midflight.generation.schemas import ChatResponse, CompletionResponse, ErrorResponse, Model, ModelList
 from midflight.generation.served_requests import Delta, ServedRequest, ServedRequests
+from midflight.types import WeightLabel
 
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
@@ -107,7 +107,7 @@ async def _answer(
     return await unless_disconnected(request, answer) or Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def _check_weights(body: GenerationOptions, weights: Weights) -> None:
+def _check_weights(body: GenerationOptions, weights: WeightLabel) -> None:
     if body.weight_lineage is not None and body.weight_lineage != weights.lineage:
         message = f"weight_lineage is {body.weight_lineage!r}, but the weights are of lineage {weights.lineage!r}"
         raise ApiError(503, f"{message}; update them", param="weight_lineage", code="weights_too_old")

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 from midflight.concurrency.background import run_at_once
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
-from midflight.generation.members import NO_VERSION, PATIENCE_S, Member, Members, Runner
+from midflight.generation.members import PATIENCE_S, Member, Members, Runner
 from midflight.generation.placement import Placement
-from midflight.protocols import Generator
+from midflight.protocols import NO_VERSION, Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 STEP_S = 0.05

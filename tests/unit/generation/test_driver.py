@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from midflight.errors import GenerationError, GenerationLostError, RequestError, WeightUpdateError
-from midflight.generation.driver import GeneratorDriver, Progress, Weights
+from midflight.generation.driver import GeneratorDriver, Progress
 from midflight.protocols import IncomingWeights
 from midflight.testing.fakes import ScriptedGenerator
-from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams
+from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId, SamplingParams, WeightLabel
 
 
 class WatchedGenerator(ScriptedGenerator):
@@ -130,10 +130,10 @@ def test_idle_or_paused_driver_adopts_staged_weights_in_one_step(
         driver.stage(weights(6, content=4))
     else:
         driver.stage(weights(6, content=4))
-        assert driver.staged == Weights("", 6, 4)
-        assert driver.active == Weights("", 0, 0), "staged weights wait for a wish"
+        assert driver.staged == WeightLabel(6, 4)
+        assert driver.active == WeightLabel(0, 0), "staged weights wait for a wish"
         adopted = driver.adopt("", 5)
-    assert adopted.result() == driver.active == Weights("", 6, 4)
+    assert adopted.result() == driver.active == WeightLabel(6, 4)
     assert driver.staged is None
     assert generator.num_steps == 1
     assert generator.threads == {"generator"}
@@ -167,7 +167,7 @@ def test_other_lineage_replaces_newer_weights_and_aborts_requests(
     driver.stage(weights(60, "first"))
     assert not adopted.done(), "weights of another lineage do not fulfil the wish"
     driver.stage(weights(3, "second"))
-    assert adopted.result() == driver.active == Weights("second", 3, 3)
+    assert adopted.result() == driver.active == WeightLabel(3, 3, "second")
     assert received.get().finish_reason is FinishReason.ABORT
     assert generator.weight_version == 3
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from midflight.concurrency.background import run_at_once, run_in_background
 from midflight.errors import GenerationError, GenerationLostError, NonFiniteWeightsError, RequestError
-from midflight.generation.members import NO_VERSION, PATIENCE_S
+from midflight.generation.members import PATIENCE_S
 from midflight.generation.placement import newest_version_of
 from midflight.generation.pool import EnginePool, PoolHooks
+from midflight.protocols import NO_VERSION
 from midflight.types import (
     Completion,
     FinishReason,

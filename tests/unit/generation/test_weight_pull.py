@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from midflight.errors import WeightsReplacedError
-from midflight.generation.driver import GeneratorDriver, Weights
+from midflight.generation.driver import GeneratorDriver
 from midflight.generation.weight_pull import WeightPull
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.types import WeightLabel
 from midflight.weights.files import FileReceiver, FileSender
 from midflight.weights.specs import specs_of
 
@@ -35,10 +36,10 @@ def test_wishes_are_pulled_from_files(tmp_path: Path, monkeypatch: pytest.Monkey
             adopted = driver.adopt("run", version)
             pull.want("run", version)
             sender.send(version, weights.items())
-            assert adopted.result(60) == Weights("run", version, version)
+            assert adopted.result(60) == WeightLabel(version, version, "run")
         sender.relabel(6)
         pull.want("run", 6)
-        assert driver.adopt("run", 6).result(60) == Weights("run", 6, 5)
+        assert driver.adopt("run", 6).result(60) == WeightLabel(6, 5, "run")
     finally:
         pull.close()
         driver.close()

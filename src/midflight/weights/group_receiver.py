@@ -17,6 +17,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Literal
 
@@ -40,6 +41,8 @@ from midflight.weights.process_group import (
     reason_of_gloo,
 )
 from midflight.weights.progress import Progress
+
+_JOIN_S = 2.0  # longest wait of `close` for transfers to fail
 
 Lost = Literal["previous", "next", "group"]
 
@@ -106,6 +109,8 @@ class ProcessGroupReceiver:
     def close(self) -> None:
         """Leave the group; a running receive fails at once, on this and on all other ranks."""
         self._fail("group", "the group was closed")
+        if self._incoming is not None:
+            self._incoming.join()
 
     def _join(self) -> Links:
         invitation = self._invitation
@@ -167,6 +172,7 @@ class _Incoming:
         self._has_room = True
         self._lost: Lost | Literal[""] = ""
         self._reason: str | None = None
+        self._transfers: list[Future[None]] = []
         is_chain = receiver._invitation.backend == "gloo"
         self._source = receiver.rank - 1 if is_chain else 0
         self._passes_on = is_chain and receiver.rank + 1 < receiver.world_size
@@ -178,9 +184,9 @@ class _Incoming:
 
     def start(self) -> Iterator[tuple[str, Tensor]]:
         """Start the transfer; return the tensors. If the iterator is dropped, the rest counts as taken."""
-        run_in_background(self._receive)
+        self._transfers = [run_in_background(self._receive)]
         if self._passes_on:
-            run_in_background(self._pass_on)
+            self._transfers.append(run_in_background(self._pass_on))
         tensors = self._tensors()
         next(tensors)
         return tensors
@@ -210,6 +216,10 @@ class _Incoming:
             if self._reason is None:
                 self._lost, self._reason = lost, reason
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the threads, after `fail`: at the end of the process, a thread inside of gloo would abort it."""
+        wait(self._transfers, _JOIN_S)
 
     def _receive(self) -> None:
         """Receive all pieces. Thread."""

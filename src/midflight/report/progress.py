@@ -180,7 +180,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         table.add_row(Text(title, style="bold"), Text(value))
     console.print(Panel(table, title="done", title_align="left", expand=False), highlight=False)
     # Outside the panel, so that a long path is never wrapped or cut.
-    console.print(summary["run_directory"], soft_wrap=True, highlight=False)
+    console.print(summary["run_directory"], soft_wrap=True, highlight=False, markup=False)
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

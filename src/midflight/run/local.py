@@ -51,7 +51,7 @@ def run_locally(recipe: Recipe, run: RunDirectory, console: Any) -> dict[str, An
     Raises: WorkerError; the error that a worker reported; InterruptedRunError after Ctrl-C, with a checkpoint written.
     """
     ended_early: MidflightError | None = None
-    say = functools.partial(console.print, soft_wrap=True)
+    say = functools.partial(console.print, markup=False, soft_wrap=True)
     use_directory_of(recipe)
     with run.locked():
         run.wait_for_workers(say)

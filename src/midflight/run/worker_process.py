@@ -139,10 +139,15 @@ def _run(body: WorkerBody, name: str, context: WorkerContext) -> None:
     context.tell("done")
 
 
-def start_together(context: WorkerContext) -> None:
-    """Wait until all workers are set up, so that the clock of the run starts then."""
+def start_together(
+    context: WorkerContext, wait_until: Callable[[Callable[[float], bool]], object] | None = None
+) -> None:
+    """Wait until all workers are set up, so that the clock of the run starts then.
+
+    `wait_until`: in place of the context's, for a worker with work to do meanwhile.
+    """
     context.tell("ready")
-    context.wait_until(context.supervisor.poll)
+    (wait_until or context.wait_until)(context.supervisor.poll)
     try:
         context.supervisor.recv()
     except (EOFError, OSError):

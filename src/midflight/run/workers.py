@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -76,8 +77,14 @@ def trainer_body(context: WorkerContext, rank: int = 0) -> None:
         device = trainer_device(recipe, rank)
         step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe), group, device)
         loop = TrainLoop(loop_settings(recipe, run), step, batches, state, tracer, metrics, sender)
-        start_together(context)
+        start_together(context, functools.partial(_serve_weights, context, loop))
         loop.run(context.should_stop)
+
+
+def _serve_weights(context: WorkerContext, loop: TrainLoop, happens: Callable[[float], bool]) -> None:
+    """Serve weights until something happens: the rollout process is set up once an engine has weights."""
+    if not loop.serve_weights(happens, context.should_stop):
+        raise SystemExit(0)
 
 
 def _resume(backend: TrainerBackend, group: ProcessGroup, context: WorkerContext) -> TrainerState:

@@ -67,6 +67,18 @@ class TrainLoop:
         self._log = StepLog(metrics, tracer, state, lambda: self._sender.sent_bytes)
         self._give_up = GiveUpPolicy(settings.max_nonfinite_steps, settings.rejected_batches)
 
+    def serve_weights(self, happens: Callable[[float], bool], should_stop: Callable[[], bool]) -> bool:
+        """Publish to engines that join until `happens(timeout_s)` is True; return False at a stop request before that.
+
+        Rank 0 decides.
+        """
+        while True:
+            asked_to_stop = should_stop()  # every rank calls it: the call is its heartbeat
+            happened = self._group.rank == 0 and happens(WAIT_SLICE_S)
+            if self._group.broadcast(asked_to_stop or happened):
+                return not self._group.broadcast(asked_to_stop)
+            self._publish_again()
+
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Train until the last step, the time limit or a stop request, then write a checkpoint.
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from midflight.errors import GenerationLostError
 from midflight.generation.members import PATIENCE_S
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.protocols import Generator, Schedule
@@ -45,7 +46,10 @@ class Answer(Future[T]):
 
     def come(self) -> None:
         if not self.done():
-            self.set_result(self._function())
+            try:
+                self.set_result(self._function())
+            except GenerationLostError as error:
+                self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> T:
         self.come()

@@ -8,11 +8,12 @@ unblocked by   answers; close
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx
+
+from midflight.concurrency.event_loop import EventLoopThread
 
 T = TypeVar("T")
 
@@ -27,32 +28,18 @@ class BackgroundClient:
     def __init__(self, options: Mapping[str, Any], timeout_s: float) -> None:
         self.http = httpx.AsyncClient(**{**options, "timeout": httpx.Timeout(timeout_s, read=None)})
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="http-generator", daemon=True)
-        self._thread.start()
+        self._loop = EventLoopThread("http-generator")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """Run a coroutine in the event loop and return its result. Raises: CancelledError after `hang_up`."""
+        return self._loop.submit(coroutine).result()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start a coroutine that `close` cancels. Call from a coroutine of this client."""
-        task = self._loop.create_task(coroutine)
+        """Start a coroutine that `hang_up` cancels. Call from a coroutine of this client."""
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def hang_up(self) -> bool:
-        """Cancel what was started and disconnect. Return False if this was done before."""
-        if self._loop.is_closed():
-            return False
-        self.run(self._hang_up())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        return True
-
-    async def _hang_up(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.http.aclose()
+        """Cancel all coroutines and disconnect. Return False if this was done before."""
+        return self._loop.close(self.http.aclose)

@@ -14,12 +14,15 @@ leaves. If a member is only late with new weights, the other members take over i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from midflight.concurrency.background import run_at_once
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
@@ -29,8 +32,12 @@ from midflight.protocols import NO_VERSION, Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 STEP_S = 0.05
+# Time after which a member that has not answered is asked for a sign of life, and in which it must give one.
+CHECK_S = 1.5
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 _LOST = (GenerationError, GenerationLostError)
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -95,12 +102,19 @@ class EnginePool:
         member = self._members.get(name)
         return member is not None and member.has_served
 
-    def join(self, name: str, generator: Generator, hang_up: Callable[[], object] = lambda: None) -> None:
+    def join(
+        self,
+        name: str,
+        generator: Generator,
+        hang_up: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         """Add a member; it gets requests once its weights are no older than the pool's.
 
         `hang_up`: disconnects without waiting for the member; `abort` must then return the tokens that had arrived.
+        `check`: asks the member for a sign of life; raises an error if there is none.
         """
-        self._members.add(Member(name, generator, hang_up))
+        self._members.add(Member(name, generator, hang_up, check))
         self._follow_versions()
 
     def leave(self, name: str, reason: str) -> None:
@@ -181,16 +195,18 @@ class EnginePool:
         for rollout_id in rollout_ids:
             if rollout_id in self._owners:
                 by_member.setdefault(self._owners[rollout_id], []).append(rollout_id)
-        answers = [
-            (member, self._members.run(functools.partial(member.generator.abort, ids)))
-            for member, ids in by_member.items()
-        ]
+        for member, ids in by_member.items():
+            member.recall = self._members.run(functools.partial(member.generator.abort, ids))
         aborted: list[Completion] = []
-        for member, answer in answers:
+        for member in by_member:
+            assert member.recall is not None
             try:
-                aborted += answer.result()
+                completions = self._answer(member, member.recall)
             except _LOST as error:
                 self._drop(member, str(error))
+            else:
+                aborted += completions
+            member.recall = None
         for completion in aborted:
             self._release(completion.rollout_id)
         waiting = [self._waiting.pop(rollout_id) for rollout_id in rollout_ids if rollout_id in self._waiting]
@@ -229,15 +245,31 @@ class EnginePool:
 
     def _finish_recall(self, member: Member) -> None:
         """Wait for the requests of a member that was set aside, and let them wait for another member."""
-        recall, member.recall = member.recall, None
-        if recall is None:
+        if member.recall is None:
             return
         try:
-            self._handle(recall.result())
+            recalled = self._answer(member, member.recall)
         except MidflightError as error:
             self._drop(member, str(error))
-        else:
-            self._drop_if_done(member)
+            return
+        member.recall = None
+        self._handle(recalled)
+        self._drop_if_done(member)
+
+    def _answer(self, member: Member, answer: Future[T]) -> T:
+        """Wait for a member's answer as long as it gives signs of life; without one it is lost.
+
+        Raises: GenerationLostError; the error of the call.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(CHECK_S)
+            check = self._members.run(member.check)
+            try:
+                check.result(CHECK_S)
+            except (MidflightError, TimeoutError) as error:
+                self._drop(member, "it gives no answer")
+                raise GenerationLostError("it gives no answer") from error
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -249,7 +281,7 @@ class EnginePool:
         while batches := self._assign():
             for member, batch in batches.items():
                 try:
-                    member.generator.add(batch)
+                    self._answer(member, self._members.run(functools.partial(member.generator.add, batch)))
                 except RequestError as error:
                     if any(request.rollout_id in (added or ()) for request in batch):
                         raise

@@ -35,7 +35,7 @@ LOOK_S = 1.0  # interval between two reads of the registry
 BACKOFF_S = (1.0, 60.0)
 # Interval between two probes of a server: a server that hangs reports no error by itself.
 PROBE_S = 10.0
-# Timeout of an HTTP answer. A hanging engine can block the run once for this long.
+# Timeout of an HTTP answer.
 _ANSWER_TIMEOUT_S = 30.0
 # Patience with servers that load new weights themselves, each in its own time.
 _LOADING_PATIENCE_S = 30.0
@@ -195,7 +195,7 @@ class Servers:
         else:
             candidate.is_member = True
             self._probes[name] = _Probe(generator, now_s + PROBE_S)
-            pool.join(name, generator, generator.close)
+            pool.join(name, generator, generator.close, generator.check_health)
 
     def _continue_probe(self, name: str, probe: _Probe, pool: EnginePool, now_s: float) -> None:
         if probe.answer is None:

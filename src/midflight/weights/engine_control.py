@@ -7,8 +7,6 @@ unblocked by   the answer, a lost connection, cancellation of the future, close
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -17,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import msgspec
 
+from midflight.concurrency.event_loop import EventLoopThread
 from midflight.errors import WeightUpdateError
 from midflight.weights.process_group import Announcement, Invitation
 from midflight.weights.progress import Progress
@@ -71,12 +70,12 @@ class EngineControl:
 
     def __init__(self, token: str | None, timeout_s: float) -> None:
         self._timeout_s, self._answer_s = timeout_s, min(timeout_s, ANSWER_S)
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine control", daemon=True)
-        self._thread.start()
-        self._client = self._submit(self._open()).result()
+        # Proxy settings of the environment do not apply to the machines of a run. Idle connections are not kept: the
+        # server may close one just when it is used.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self._loop = EventLoopThread("engine control")
 
     def health(self, url: str) -> Future[Health]:
         return self._submit(self._ask("GET", f"{url}/health", Health, self._answer_s))
@@ -110,33 +109,13 @@ class EngineControl:
 
     def close(self) -> None:
         """Close all connections; requests under way are canceled."""
-        if self._is_closed:
-            return
-        closing = self._submit(self._close())
-        self._is_closed = True
-        closing.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.close(self._client.aclose)
 
     def _submit(self, coroutine: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        if self._is_closed:
+        if self._loop.is_closed:
             coroutine.close()
             raise EngineError("the connections to the servers are closed", "failed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    async def _open(self) -> httpx.AsyncClient:
-        # Proxy settings of the environment do not apply to the machines of a run. Idle connections are not kept: the
-        # server may close one just when it is used.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(headers=self._headers, limits=limits, trust_env=False)
-
-    async def _close(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._client.aclose()
+        return self._loop.submit(coroutine)
 
     async def _ask(
         self, method: str, url: str, kind: type[Answer], timeout_s: float | None, body: Mapping[str, Any] | None = None

@@ -94,12 +94,12 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake, pull: WeightP
                 param="protocol",
             )
         invitation = Invitation(**body.model_dump(exclude={"protocol"}))
-        return await weights.run_exclusive(lambda: weights.join(invitation))
+        return await weights.join(invitation)
 
     @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
     async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:
         """Receive the announced tensors while decoding continues; swap them in between two steps if `adopt` is set."""
-        return await weights.run_exclusive(lambda: weights.receive(body))
+        return await weights.receive(body)
 
     @router.get("/weights", response_model=Progress)
     async def weight_progress() -> Progress:

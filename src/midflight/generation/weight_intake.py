@@ -8,9 +8,9 @@ unblocked by   each of them, a timeout, a lost peer, close
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -26,11 +26,11 @@ from midflight.weights.process_group import Announcement, Invitation
 from midflight.weights.progress import Progress
 from midflight.weights.specs import num_bytes
 
-T = TypeVar("T")
+_WIND_DOWN_S = 1.0  # longest wait for a receive that has been ended
 
 
 class WeightIntake:
-    """Receiver of weight updates in the server. `join` and `receive` block; `run_exclusive` runs them in a thread.
+    """Receiver of weight updates in the server. An invitation ends earlier invitations and a receive under way.
 
     `expected`: the tensors of the model; an announcement of other tensors is refused before anything is received.
     """
@@ -40,44 +40,60 @@ class WeightIntake:
         self._expected = {spec.name: spec for spec in expected}
         self.backends = ["gloo"] if device == "cpu" else ["gloo", "nccl"]  # of process groups that it can join
         self._receiver: ProcessGroupReceiver | None = None
-        self._lock = asyncio.Lock()
+        self._replacing = threading.Lock()
+        self._newest: Invitation | None = None
+        self._receiving = asyncio.Lock()
 
-    async def run_exclusive(self, function: Callable[[], T]) -> T:
-        """Run a blocking call in a thread and return its result.
+    async def join(self, invitation: Invitation) -> InitProcessGroupResponse:
+        """Join a process group; leave the previous one.
 
-        Raises: ApiError 409 if another update or join is going on.
+        Raises: WeightUpdateError if the group is not complete in time, or if a newer invitation comes meanwhile.
         """
-        if self._lock.locked():
-            raise ApiError(409, "another weight update is going on; try again later", code="update_in_progress")
-        async with self._lock:
-            return await asyncio.wrap_future(run_in_background(function))
+        return await asyncio.wrap_future(run_in_background(lambda: self._join(invitation)))
+
+    async def receive(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Receive announced weights and stage them; if the request says so, return when they are in use.
+
+        Raises: WeightUpdateError if the weights do not fit or do not arrive, ApiError 409 if the tensors of `content`
+        are unknown, or if another receive is going on; the old weights then stay in use.
+        """
+        try:
+            async with asyncio.timeout(_WIND_DOWN_S):  # a receive that an invitation has ended needs a moment
+                await self._receiving.acquire()
+        except TimeoutError:
+            text = "another weight update is going on; try again later"
+            raise ApiError(409, text, code="update_in_progress") from None
+        try:
+            return await asyncio.wrap_future(run_in_background(lambda: self._receive(body)))
+        finally:
+            self._receiving.release()
 
     def close(self) -> None:
         """Leave the process group; a receive that is going on fails."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        self._replace(None)
 
     @property
     def progress(self) -> Progress:
         """State of the last or running receive."""
         return self._receiver.progress() if self._receiver else Progress()
 
-    def join(self, invitation: Invitation) -> InitProcessGroupResponse:
-        """Join a process group; leave the previous one.
-
-        Raises: WeightUpdateError if the group is not complete in time.
-        """
+    def _join(self, invitation: Invitation) -> InitProcessGroupResponse:
+        self._newest = invitation
         self.close()
-        self._receiver = ProcessGroupReceiver(invitation, self._device)
-        return InitProcessGroupResponse(rank=self._receiver.rank, world_size=self._receiver.world_size)
+        receiver = ProcessGroupReceiver(invitation, self._device)
+        if self._newest is not invitation:  # gloo may look for a lost member for long after its timeout
+            receiver.close()
+            raise WeightUpdateError("a newer invitation has replaced this one")
+        self._replace(receiver)
+        return InitProcessGroupResponse(rank=receiver.rank, world_size=receiver.world_size)
 
-    def receive(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Receive announced weights and stage them; if the request says so, return when they are in use.
+    def _replace(self, receiver: ProcessGroupReceiver | None) -> None:
+        with self._replacing:
+            previous, self._receiver = self._receiver, receiver
+        if previous is not None:
+            previous.close()
 
-        Raises: WeightUpdateError if the weights do not fit or do not arrive, ApiError 409 if the tensors of `content`
-        are unknown; the old weights then stay in use.
-        """
+    def _receive(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
         started_s = time.perf_counter()
         specs = self._check(body)
         content = body.version if body.content is None else body.content

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -31,6 +32,9 @@ from midflight.weights.process_group import (
     ready_key,
     reason_of_gloo,
 )
+
+# For the answers of engines that were ready at the last moment.
+_GRACE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class _Invitations:
             ) from error
         self._port = listener.getsockname()[1]
         self._timeout = timedelta(seconds=settings.timeout_s)
+        self._deadline_s = time.monotonic() + settings.timeout_s + _GRACE_S
         self._store = TCPStore(
             self._address, self._port, None, True, timeout=self._timeout, wait_for_workers=False,
             master_listen_fd=listener.detach(),
@@ -111,10 +116,10 @@ class _Invitations:
             answer.cancel()
 
     def _checked(self, group: GroupSource, failures: dict[str, EngineError]) -> Formation:
-        """Wait for the members' answers to their invitations."""
+        """Wait for the members' answers to their invitations, all together no longer than for one."""
         for name in group.urls:
             with contextlib.suppress(EngineError, FutureTimeoutError):
-                self._answers[name].result(self._settings.timeout_s)
+                self._answers[name].result(max(0.0, self._deadline_s - time.monotonic()))
                 continue
             failures[name] = self._why_not(name)
         if failures.keys() & group.urls.keys():

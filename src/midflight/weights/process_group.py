@@ -208,5 +208,5 @@ class _OnDevice:
 
 
 def reason_of_gloo(error: Exception) -> str:
-    """First sentence of an error of gloo, without the source location at its start."""
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
+    """First sentence of an error of gloo, without source locations."""
+    return re.sub(r"\[/\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

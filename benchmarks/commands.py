@@ -66,20 +66,25 @@ def updates(
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens sampled per sequence")] = 128,
     as_json: Json = False,
 ) -> None:
-    """Delay of sequences in flight during weight updates, on a quiet machine and beside two busy processes."""
+    """Delay of sequences in flight during weight updates: embedded, beside two busy processes, and on a server."""
     from benchmarks.models import check_dtype, find_model
-    from benchmarks.updates import bench_models, updates_table
+    from benchmarks.updates import NUM_BUSY, bench_updates, targets_of, updates_table
+    from benchmarks.updates_remote import bench_remote_updates
 
     names, counts = models.split(","), list(map(_count, num_updates.split(",")))
     if len(counts) not in (1, len(names)):
         raise RecipeError(f"--updates: {len(counts)} numbers for {len(names)} models; give one number for each")
-    result = bench_models(
-        [find_model(name) for name in names],
-        check_dtype(dtype),
-        counts * (len(names) // len(counts)),
-        sequences=sequences,
-        new_tokens=new_tokens,
-    )
+    rows = []
+    for name, count in zip(names, counts * (len(names) // len(counts)), strict=True):
+        model, known = find_model(name), check_dtype(dtype)
+        for num_busy in (0, NUM_BUSY):
+            rows.append(
+                bench_updates(
+                    model, known, num_updates=count, sequences=sequences, new_tokens=new_tokens, num_busy=num_busy
+                )
+            )
+        rows.append(bench_remote_updates(model, known, num_updates=count, sequences=sequences, new_tokens=new_tokens))
+    result = {"rows": rows, "targets": [target for row in rows for target in targets_of(row)]}
     print(json_text(result) if as_json else updates_table(result))
 
 

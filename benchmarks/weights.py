@@ -108,9 +108,16 @@ def bench_weights(options: WeightsOptions, report: Callable[[str], None]) -> dic
 def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     measured = [row for row in rows if "skipped" not in row]
     targets = [
-        _target(f"{row['engines']} engines, loopback: update / bare broadcast", row["over_broadcast"])
+        target
         for row in measured
         if row["links"] == "loopback"
+        for target in (
+            _target(f"{row['engines']} engines, loopback: update / bare broadcast", row["over_broadcast"]),
+            _target(
+                f"{row['engines']} engines, loopback: update / bare broadcast, tensor by tensor",
+                row["seconds"] / row["per_tensor_s"],
+            ),
+        )
     ]
     limited = {row["engines"]: row["seconds"] for row in measured if row["links"] == "limited"}
     if {1, 8} <= limited.keys():

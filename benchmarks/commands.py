@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +88,26 @@ def updates(
         rows.append(bench_remote_updates(model, known, num_updates=count, sequences=sequences, new_tokens=new_tokens))
     result = {"rows": rows, "targets": [target for row in rows for target in targets_of(row)]}
     print(json_text(result) if as_json else updates_table(result))
+
+
+@app.command(name="http")
+def http_speed(
+    model: ModelOption = "demo",
+    sequences: Annotated[int, typer.Option(min=1, help="sequences kept in flight")] = 64,
+    lengths: Annotated[str, typer.Option(help="tokens per answer, separated by commas")] = "64,7",
+    seconds: Annotated[float, typer.Option(min=0.1, help="duration of each measurement")] = 6.0,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of a server in another process, beside the same engine in this one."""
+    from benchmarks.http import HttpLoad, bench_http
+    from benchmarks.models import find_model
+
+    load = HttpLoad(sequences, tuple(map(_count, lengths.split(","))), seconds, rounds)
+    report = functools.partial(print, file=sys.stderr, flush=True)
+    result = bench_http(find_model(model), load, report)
+    if as_json:
+        print(json_text(result))
 
 
 @app.command(name="train")

@@ -7,6 +7,7 @@ sequences are replaced, but not during an update, so that no prefill counts as a
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import statistics
 import subprocess
@@ -197,8 +198,9 @@ def run_updates(
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` processes computing until the end of the block."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """Keep `count` processes computing until the end of the block, or of this process."""
+    program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(count)]
     try:
         yield
     finally:

@@ -155,7 +155,7 @@ def _request(model: BenchModel, number: int, new_tokens: int) -> GenerationReque
 
 
 @contextmanager
-def serving(model: BenchModel, dtype: str, new_tokens: int) -> Iterator[str]:
+def serving(model: BenchModel, dtype: str, new_tokens: int, *overrides: str) -> Iterator[str]:
     """Serve the model with one thread; yields the URL."""
     settings = (
         f"model.path={model.directory}",
@@ -164,6 +164,7 @@ def serving(model: BenchModel, dtype: str, new_tokens: int) -> Iterator[str]:
         f"engine.max_prompt_tokens={PROMPT_TOKENS}",
         f"sampling.max_tokens={new_tokens}",
         "serve.port=0",
+        *overrides,
     )
     command = [sys.executable, "-m", "midflight", "serve", str(DEMO_RECIPE), *settings]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -15,7 +15,10 @@ disconnects.py      answers that end early if their client disconnects
 server.py           the application
 client.py           HTTPGenerator, a Generator over a server
 background_client.py  the thread of an HTTPGenerator, with an event loop
-token_streams.py    the token streams of an HTTPGenerator
+rollout_stream.py   the requests of an HTTPGenerator, and their tokens
+stream_messages.py  messages of the rollout stream
+stream_route.py     the server's end of the rollout stream
+answers.py          answers that refuse a request, as exceptions
 adoption.py         the weight version of an HTTPGenerator's server
 reference.py        HTTPReference, a Reference over a server
 pool.py             EnginePool, a Generator over any number of engines

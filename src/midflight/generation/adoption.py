@@ -15,9 +15,9 @@ from http import HTTPStatus
 import httpx
 
 from midflight.errors import GenerationError, MidflightError, WeightUpdateError
+from midflight.generation.answers import reason_of, refusal_of
 from midflight.generation.background_client import BackgroundClient
 from midflight.generation.schemas import AdoptResponse
-from midflight.generation.token_streams import reason_of, refusal_of
 
 RETRY_S = 1.0
 REPEAT_S = 5.0  # a request without an answer is repeated: its connection may have been lost without a sign

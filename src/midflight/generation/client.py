@@ -1,6 +1,6 @@
 """HTTPGenerator: a Generator over an HTTP server.
 
-consumes       server-sent events and the answers to POST /adopt, in a thread with its own event loop
+consumes       the messages of a rollout stream, and the answers to POST /adopt, each in a thread of its own
 waits for      add, abort: the server's answer; step: a completion, at most STEP_S; adopt: nothing
 unblocked by   the answer or completion; a lost connection
 
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Self
 
 import httpx
 
-from midflight.errors import GenerationLostError, ModelError
+from midflight.errors import GenerationLostError, ModelError, RequestError
 from midflight.generation.adoption import Adoption
+from midflight.generation.answers import reason_of, refusal_of
 from midflight.generation.background_client import BackgroundClient
-from midflight.generation.schemas import Model, ModelList, Status, lists_of
-from midflight.generation.token_streams import TokenStreams, reason_of, refusal_of
+from midflight.generation.rollout_stream import RolloutStream
+from midflight.generation.schemas import Model, ModelList, Status
 from midflight.protocols import NO_VERSION
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
 from midflight.weights.engine_control import PROTOCOL
@@ -77,7 +77,12 @@ class HTTPGenerator:
         version = health.weight_version if lineage in (None, health.lineage) else NO_VERSION
         self._client = BackgroundClient(options, timeout_s)
         self._adoption = Adoption(self._client, lineage, version, timeout_s, ended)
-        self._streams = TokenStreams(self._client, timeout_s, ended, self._adoption.learn)
+        try:
+            self._stream = RolloutStream(base_url, headers, timeout_s, ended, self._adoption.learn)
+        except BaseException:
+            self._client.hang_up()
+            self._control.close()
+            raise
 
     @property
     def weight_version(self) -> int:
@@ -86,7 +91,7 @@ class HTTPGenerator:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._streams)
+        return len(self._stream)
 
     @property
     def num_engines(self) -> int:
@@ -97,10 +102,12 @@ class HTTPGenerator:
 
         Raises: RequestError if the server refuses one; then none is added.
         """
-        self._streams.open(requests, self._body)
+        if any(request.score_prompt for request in requests):
+            raise RequestError("a server scores prompts through /v1/completions with echo, not as rollouts")
+        self._stream.open(requests, self._chunk_tokens, self._lineage, max(0, self.weight_version))
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
-        return self._streams.generated(rollout_id, start)
+        return self._stream.generated(rollout_id, start)
 
     def step(self) -> list[Completion]:
         """Return the completions since the last call; wait up to STEP_S for the first one.
@@ -108,7 +115,7 @@ class HTTPGenerator:
         Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted; GenerationError
         once if the server has refused `adopt`.
         """
-        completions = self._streams.take_ended(self._step_s)
+        completions = self._stream.take_ended(self._step_s)
         if not completions and (failure := self._adoption.take_failure()):
             raise failure
         return completions
@@ -118,13 +125,7 @@ class HTTPGenerator:
 
         Other threads may call `step`, `abort` or `close` at the same time.
         """
-        open_ids = self._streams.still_open(rollout_ids)
-        if open_ids:
-            try:
-                self._call("POST", "/abort", {"rollout_ids": open_ids})
-            except GenerationLostError as error:
-                self._streams.lose(open_ids, error)
-        return self._streams.take_aborted(rollout_ids)
+        return self._stream.abort(rollout_ids)
 
     def adopt(self, version: int) -> None:
         """Ask the server to sample with this version or a newer one; asks again after a lost connection."""
@@ -145,7 +146,7 @@ class HTTPGenerator:
     def close(self) -> None:
         """Disconnect. The server aborts the requests in flight; `abort` still returns the tokens that had arrived."""
         if self._client.hang_up():
-            self._streams.lose(None, GenerationLostError(f"{self._control.base_url}: closed"))
+            self._stream.close(GenerationLostError(f"{self._control.base_url}: closed"))
             self._control.close()
 
     def __enter__(self) -> Self:
@@ -173,28 +174,6 @@ class HTTPGenerator:
             return response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise GenerationLostError(f"{self._control.base_url.join(path)}: {reason_of(error)}") from error
-
-    def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        sampling, generated = request.sampling, request.generated
-        body: dict[str, Any] = {
-            **asdict(sampling),
-            "prompt": request.prompt_token_ids.tolist(),
-            "seed": request.seed,
-            "rollout_id": request.rollout_id,
-            "first_position": request.first_position,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "stream": True,
-            "stream_options": {"chunk_tokens": self._chunk_tokens},
-        }
-        if request.score_prompt:
-            body["echo"] = True  # the server refuses `echo` in a stream, with a clear message
-        if self._lineage is not None:
-            body["weight_lineage"] = self._lineage
-            body["min_weight_version"] = max(0, self.weight_version)
-        if generated:
-            body["generated"] = lists_of(generated)
-        return body
 
 
 def model_of(answer: object) -> Model:

@@ -17,9 +17,9 @@ import httpx
 import numpy as np
 
 from midflight.errors import GenerationError, GenerationLostError
+from midflight.generation.answers import reason_of, refusal_of
 from midflight.generation.client import KEEPALIVE_S, model_of
 from midflight.generation.schemas import CompletionResponse, Model, TextChoice
-from midflight.generation.token_streams import reason_of, refusal_of
 from midflight.types import Float32Array, Int32Array, Microbatch
 
 # Delays before the retries (seconds). Together about as long as a server takes to restart.

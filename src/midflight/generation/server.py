@@ -14,8 +14,10 @@ from midflight.generation.http_errors import BodyLimit, install_error_handlers
 from midflight.generation.openai_routes import openai_router
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.served_requests import ServedRequests
+from midflight.generation.stream_route import stream_router
 from midflight.generation.weight_intake import WeightIntake
 from midflight.generation.weight_pull import WeightPull
+from midflight.models.stopping import StopRules
 from midflight.protocols import WeightReceiver
 from midflight.types import TensorSpec
 
@@ -54,6 +56,7 @@ def create_app(
     app.include_router(openai_router(model, ServedRequests(driver)))
     app.include_router(control_router(driver, weights, pull))
     app.include_router(metrics_router(driver))
+    app.include_router(stream_router(driver, StopRules(model.tokenizer)))
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     _document_400_for_422(app)

@@ -1,0 +1,319 @@
+"""The client's end of the rollout stream: requests in flight at one server, and the tokens that have arrived.
+
+consumes       messages of the server, in the thread of the event loop
+waits for      add, abort: the server's reply
+unblocked by   the reply; a lost connection; close
+
+Tokens arrive in chunks during generation, so that a lost server loses only the tokens of unfinished chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from midflight.concurrency.event_loop import EventLoopThread
+from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
+from midflight.generation.stream_messages import (
+    PATH,
+    Abort,
+    Add,
+    Chunks,
+    FromClient,
+    Reply,
+    Request,
+    decode_from_server,
+    encode,
+)
+from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
+
+_ABORTED = (None, FinishReason.ABORT)
+_MAX_TOKENS_PER_MESSAGE = 1 << 17  # a message stays far below the limits of servers
+_REQUEST_TOKENS = 64  # size of a request besides its tokens, in tokens
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request in flight and the tokens that have arrived."""
+
+    parts: list[GeneratedTokens]
+    num_repeated: int  # tokens that came with the request and that the server has yet to repeat
+    finish_reason: FinishReason | None = None
+    failure: MidflightError | None = None
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> _Running:
+        known = request.generated
+        return cls([known], len(known)) if known else cls([], 0)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def generated(self, start: int = 0) -> GeneratedTokens:
+        if len(self.parts) != 1:
+            self.parts = [GeneratedTokens.joined(self.parts)]
+        return self.parts[0].part(start)
+
+    def add(self, tokens: GeneratedTokens) -> GeneratedTokens:
+        """Add tokens; return the ones that are new."""
+        known = min(self.num_repeated, len(tokens))
+        self.num_repeated -= known
+        new = tokens.part(known)
+        if len(new):
+            self.parts.append(new)
+        return new
+
+
+class RolloutStream:
+    """Requests in flight at one server. Thread-safe.
+
+    `ended`: event to set when a request has ended. `learn`: receives the weight version of new tokens.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        ended: threading.Event,
+        learn: Callable[[int], object],
+    ) -> None:
+        """Connect. Raises: GenerationLostError if the server cannot be reached or refuses the connection."""
+        self._url = f"ws{base_url.removeprefix('http').rstrip('/')}{PATH}"
+        self._timeout_s, self._ended, self._learn = timeout_s, ended, learn
+        self._running: dict[RolloutId, _Running] = {}
+        self._changed = threading.Condition()
+        self._replies: dict[int, Future[None]] = {}  # by the number of the message
+        self._numbers = itertools.count()
+        self._lost: MidflightError | None = None
+        self._loop = EventLoopThread("rollout stream")
+        try:
+            self._connection = self._loop.submit(self._connect(headers)).result()
+        except BaseException:
+            self._loop.close(_nothing)
+            raise
+        self._loop.submit(self._read())
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def open(
+        self, requests: Sequence[GenerationRequest], chunk_tokens: int, lineage: str | None, min_version: int
+    ) -> None:
+        """Send these requests; return when the server has accepted all of them.
+
+        Raises: RequestError if the server refuses one; then none is added.
+        """
+        with self._changed:
+            for request in requests:
+                if request.rollout_id in self._running:
+                    raise RequestError(f"request {request.rollout_id} is in flight already")
+            # Now, because tokens may arrive before the reply.
+            self._running |= {request.rollout_id: _Running.of(request) for request in requests}
+        calls = [
+            (part, self._call(lambda number, part=part: _add(number, part, chunk_tokens, lineage, min_version)))  # type: ignore[misc]
+            for part in _parts(requests)
+        ]
+        outcomes = [(part, self._outcome(reply)) for part, reply in calls]
+        errors = [error for _, error in outcomes if error is not None]
+        if errors:
+            self.abort([request.rollout_id for part, error in outcomes if error is None for request in part])
+            with self._changed:
+                for request in requests:
+                    self._running.pop(request.rollout_id, None)
+            raise errors[0]
+
+    def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
+        """Stop these requests and return their tokens; if the server is lost, the tokens that had arrived."""
+        with self._changed:
+            still_open = [key for key in rollout_ids if key in self._running and not self._running[key].has_ended]
+        if still_open:
+            error = self._outcome(self._call(lambda number: Abort(number, list(map(int, still_open)))))
+            if error is not None:
+                self.lose(still_open, error)
+        with self._changed:
+            in_flight = [key for key in rollout_ids if key in self._running]
+            return [self._take(key) for key in in_flight if self._running[key].finish_reason in _ABORTED]
+
+    def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
+        """Return the tokens of a request that have arrived, from response position `start` on."""
+        with self._changed:
+            return self._running[rollout_id].generated(start)
+
+    def take_ended(self, timeout_s: float) -> list[Completion]:
+        """Remove requests that have ended and return their completions; wait up to `timeout_s` seconds for the first.
+
+        Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted.
+        """
+        with self._changed:
+            if self._running and timeout_s:
+                self._changed.wait_for(lambda: any(run.has_ended for run in self._running.values()), timeout_s)
+            ended = [rollout_id for rollout_id, running in self._running.items() if running.finish_reason]
+            lost = next((running.failure for running in self._running.values() if running.failure), None)
+            if lost and not ended:
+                raise lost
+            return [self._take(rollout_id) for rollout_id in ended]
+
+    def lose(self, rollout_ids: Sequence[RolloutId] | None, failure: MidflightError) -> None:
+        """Fail these requests, or all, with this error; requests that have ended are left alone."""
+        with self._changed:
+            ids = list(self._running) if rollout_ids is None else rollout_ids
+            for running in [self._running[key] for key in ids if key in self._running]:
+                if not running.has_ended:
+                    running.failure = failure
+            self._changed.notify_all()
+        self._ended.set()
+
+    def close(self, failure: MidflightError) -> None:
+        """Disconnect; fail all requests and waiting calls with this error."""
+        if self._loop.close(self._hang_up):
+            self._fail(failure)
+
+    def _call(self, message: Callable[[int], FromClient]) -> Future[None]:
+        """Send a message; the future is done when its reply has come."""
+        number, reply = next(self._numbers), Future[None]()
+        with self._changed:
+            if self._lost is not None:
+                reply.set_exception(self._lost)
+                return reply
+            self._replies[number] = reply
+        self._loop.submit(self._send(message(number)))
+        return reply
+
+    def _outcome(self, reply: Future[None]) -> MidflightError | None:
+        """Wait for a reply; return its error."""
+        try:
+            reply.result(self._timeout_s)
+        except MidflightError as error:
+            return error
+        except TimeoutError:
+            return GenerationLostError(f"{self._url}: no answer within {self._timeout_s:g} s")
+        return None
+
+    def _take(self, rollout_id: RolloutId) -> Completion:
+        running = self._running.pop(rollout_id)
+        return Completion(rollout_id, running.generated(), running.finish_reason or FinishReason.ABORT)
+
+    def _fail(self, failure: MidflightError) -> None:
+        with self._changed:
+            self._lost = self._lost or failure
+            replies, self._replies = list(self._replies.values()), {}
+        self.lose(None, failure)
+        for reply in replies:
+            reply.set_exception(failure)
+
+    # --- in the thread of the event loop ------------------------------------------------------------------------
+
+    async def _connect(self, headers: Mapping[str, str]) -> ClientConnection:
+        try:
+            # Proxy settings of the environment do not apply to the machines of a run. Tokens do not compress well.
+            return await connect(
+                self._url,
+                additional_headers=headers,
+                compression=None,
+                max_size=None,
+                open_timeout=self._timeout_s,
+                proxy=None,
+            )
+        except InvalidStatus as error:
+            status = error.response.status_code
+            reason = "the admin token is wrong" if status == 403 else f"status {status}"
+            raise GenerationLostError(f"{self._url}: {reason}") from error
+        except (OSError, WebSocketException, ValueError) as error:
+            raise GenerationLostError(f"{self._url}: {error or type(error).__name__}") from error
+
+    async def _hang_up(self) -> None:
+        self._connection.transport.abort()  # without a farewell: the server may hang
+
+    async def _send(self, message: FromClient) -> None:
+        try:
+            await self._connection.send(encode(message))
+        except (OSError, WebSocketException) as error:
+            self._fail(self._broken(error))
+
+    async def _read(self) -> None:
+        try:
+            async for frame in self._connection:
+                self._handle(frame if isinstance(frame, bytes) else frame.encode())
+            self._fail(GenerationLostError(f"{self._url}: the stream broke off"))
+        except asyncio.CancelledError:
+            raise
+        except (OSError, WebSocketException, msgspec.MsgspecError, ValueError) as error:
+            self._fail(self._broken(error))
+
+    def _broken(self, error: Exception) -> GenerationLostError:
+        return GenerationLostError(f"{self._url}: the stream broke off: {error or type(error).__name__}")
+
+    def _handle(self, frame: bytes) -> None:
+        message = decode_from_server(frame)
+        if isinstance(message, Reply):
+            self._settle(message)
+        elif isinstance(message, Chunks):
+            self._take_chunks(message)
+        else:
+            self.lose(None, GenerationError(message.text))
+
+    def _settle(self, message: Reply) -> None:
+        with self._changed:
+            reply = self._replies.pop(message.number, None)
+        if reply is None:
+            return
+        if message.refusal is None:
+            reply.set_result(None)
+        else:
+            error = RequestError if message.refusal == "request" else GenerationError
+            reply.set_exception(error(message.text))
+
+    def _take_chunks(self, message: Chunks) -> None:
+        newest = -1
+        with self._changed:
+            has_ended = False
+            for chunk in message.chunks:
+                running = self._running.get(RolloutId(chunk.rollout_id))
+                if running is None:
+                    continue
+                new = running.add(chunk.tokens.generated())
+                if len(new):
+                    newest = max(newest, int(new.weight_versions[-1]))
+                if chunk.finish_reason:
+                    running.finish_reason, has_ended = FinishReason(chunk.finish_reason), True
+            if has_ended:
+                self._changed.notify_all()
+        if has_ended:
+            self._ended.set()
+        if newest >= 0:
+            self._learn(newest)
+
+
+def _add(
+    number: int, requests: Sequence[GenerationRequest], chunk_tokens: int, lineage: str | None, min_version: int
+) -> Add:
+    return Add(number, [Request.of(request) for request in requests], chunk_tokens, lineage, min_version)
+
+
+def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
+    """Split requests into messages of a bounded size."""
+    part: list[GenerationRequest] = []
+    num_tokens = 0
+    for request in requests:
+        size = _REQUEST_TOKENS + len(request.prompt_token_ids) + 3 * len(request.generated or ())
+        if part and num_tokens + size > _MAX_TOKENS_PER_MESSAGE:
+            yield part
+            part, num_tokens = [], 0
+        part.append(request)
+        num_tokens += size
+    if part:
+        yield part
+
+
+async def _nothing() -> None:
+    pass

@@ -1,0 +1,214 @@
+"""The server's end of the rollout stream: many requests of a run and their tokens over one WebSocket.
+
+consumes       messages of the client; progress of its requests, from the driver's thread
+waits for      messages; progress; room in the connection
+unblocked by   each of them; the end of the connection, which aborts its requests
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, WebSocket, WebSocketDisconnect
+
+from midflight.errors import GenerationError, MidflightError, RequestError
+from midflight.generation.driver import GeneratorDriver, Progress
+from midflight.generation.stream_messages import (
+    PATH,
+    Abort,
+    Add,
+    Chunk,
+    Chunks,
+    Failed,
+    FromServer,
+    Refusal,
+    Reply,
+    Tokens,
+    decode_from_client,
+    encode,
+)
+from midflight.models.stopping import StopRules, StringStopRule
+from midflight.types import FinishReason, GenerationRequest, Int32Array, RolloutId
+
+_POLICY_VIOLATION, _INVALID_DATA = 1008, 1007  # close codes of RFC 6455
+# Largest chunk of a request with stop strings: the engine may know none, and samples this many tokens too many.
+_STOP_CHUNK_TOKENS = 16
+
+
+def stream_router(driver: GeneratorDriver, stop_rules: StopRules) -> APIRouter:
+    """Create the route of the rollout stream. It needs the admin token."""
+    router = APIRouter()
+
+    @router.websocket(PATH)
+    async def rollouts(websocket: WebSocket) -> None:
+        # Browsers send an origin. They are no clients of a run, and would connect for any page that asks.
+        if not _is_admin(websocket) or "origin" in websocket.headers:
+            await websocket.close(_POLICY_VIOLATION)
+            return
+        await websocket.accept()
+        await RolloutConnection(websocket, driver, stop_rules).serve()
+
+    return router
+
+
+def _is_admin(websocket: WebSocket) -> bool:
+    expected: str | None = websocket.app.state.admin_token
+    given = websocket.headers.get("authorization", "")
+    return expected is None or hmac.compare_digest(given.encode(), f"Bearer {expected}".encode())
+
+
+class _StopCut:
+    """Cuts a response after the token that completes a stop string."""
+
+    def __init__(self, rule: StringStopRule) -> None:
+        self._rule = rule
+        self._token_ids: Int32Array = np.zeros(0, np.int32)
+
+    def cut(self, progress: Progress) -> Progress:
+        start = len(self._token_ids)
+        self._token_ids = np.concatenate([self._token_ids, progress.generated.token_ids])
+        end = self._rule.first_end(self._token_ids, start)
+        if end is None:
+            return progress
+        return replace(progress, generated=progress.generated.part(0, end + 1 - start), finish_reason=FinishReason.STOP)
+
+
+class RolloutConnection:
+    """One client. Its rollouts end with the connection."""
+
+    def __init__(self, websocket: WebSocket, driver: GeneratorDriver, stop_rules: StopRules) -> None:
+        self._websocket, self._driver, self._stop_rules = websocket, driver, stop_rules
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[RolloutId, _StopCut | None] = {}
+        self._outgoing: deque[Progress | FromServer] = deque()  # appended to by the driver's thread
+        self._has_outgoing = asyncio.Event()
+        self._is_woken = False
+
+    async def serve(self) -> None:
+        """Serve until the client disconnects."""
+        sending = asyncio.create_task(self._send_all())
+        try:
+            while True:
+                self._handle(await self._websocket.receive_bytes())
+        except (WebSocketDisconnect, KeyError):  # KeyError: a text frame
+            pass
+        except (msgspec.MsgspecError, ValueError) as error:
+            with contextlib.suppress(RuntimeError):
+                await self._websocket.close(_INVALID_DATA, str(error)[:100])
+        finally:
+            sending.cancel()
+            self._driver.abort(list(self._open))
+
+    def _handle(self, frame: bytes) -> None:
+        message = decode_from_client(frame)
+        if isinstance(message, Abort):
+            aborted = self._driver.abort([RolloutId(number) for number in message.rollout_ids])
+            self._reply_to(message.number, aborted)
+        else:
+            self._add(message)
+
+    def _add(self, message: Add) -> None:
+        requests = [request.generation_request() for request in message.requests]
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._put(refusal)
+            return
+        chunk_tokens = max(1, message.chunk_tokens)
+        for request in requests:
+            stop = request.sampling.stop
+            self._open[request.rollout_id] = _StopCut(self._stop_rules(stop)) if stop else None
+            if stop:
+                chunk_tokens = min(chunk_tokens, _STOP_CHUNK_TOKENS)
+        added = self._driver.add(requests, self._on_progress, chunk_tokens)
+        added.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._forget_refused, done, requests))
+        self._reply_to(message.number, added)
+
+    def _refusal(self, message: Add) -> Reply | None:
+        """Refuse requests that the server must not sample: an id is in flight, or its weights are too old."""
+        weights, number = self._driver.active, message.number
+        taken = next((request.rollout_id for request in message.requests if request.rollout_id in self._open), None)
+        if taken is not None:
+            return Reply(number, "request", f"request {taken} is in flight already")
+        if message.lineage is None or weights.covers(message.lineage, message.min_version):
+            return None
+        text = (
+            f"version {message.min_version} of the weights {message.lineage!r} is needed, and the server has version"
+            f" {weights.version} of {weights.lineage!r}"
+        )
+        return Reply(number, "generation", text)
+
+    def _forget_refused(self, added: Future[None], requests: list[GenerationRequest]) -> None:
+        if added.exception() is not None:
+            for request in requests:
+                self._open.pop(request.rollout_id, None)
+
+    def _reply_to(self, number: int, future: Future[Any]) -> None:
+        def reply(done: Future[Any]) -> None:
+            error = done.exception()
+            refusal: Refusal | None = None
+            if error is not None:
+                refusal = "request" if isinstance(error, RequestError) else "generation"
+            self._put(Reply(number, refusal, str(error or "")))
+
+        future.add_done_callback(reply)
+
+    def _on_progress(self, progress: Progress | GenerationError) -> None:
+        """Receive progress, in the driver's thread."""
+        self._put(Failed(str(progress)) if isinstance(progress, MidflightError) else progress)
+
+    def _put(self, item: Progress | FromServer) -> None:
+        self._outgoing.append(item)
+        if not self._is_woken:  # one call for all that is put before the event loop runs
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._has_outgoing.set)
+
+    async def _send_all(self) -> None:
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the reader finds out as well
+            while True:
+                await self._has_outgoing.wait()
+                self._has_outgoing.clear()
+                self._is_woken = False
+                for message in self._take():
+                    await self._websocket.send_bytes(encode(message))
+
+    def _take(self) -> list[FromServer]:
+        """Take what is to be sent, in order, with consecutive chunks in one message."""
+        messages: list[FromServer] = []
+        chunks: list[Chunk] = []
+        while self._outgoing:
+            item = self._outgoing.popleft()
+            if isinstance(item, Progress):
+                chunk = self._chunk(item)
+                if chunk is not None:
+                    chunks.append(chunk)
+                continue
+            if chunks:
+                messages.append(Chunks(chunks))
+                chunks = []
+            messages.append(item)
+        if chunks:
+            messages.append(Chunks(chunks))
+        return messages
+
+    def _chunk(self, progress: Progress) -> Chunk | None:
+        rollout_id = progress.rollout_id
+        if rollout_id not in self._open:  # a stop string has ended this rollout already
+            return None
+        cut = self._open[rollout_id]
+        if cut is not None:
+            ends_here, progress = progress.finish_reason is None, cut.cut(progress)
+            if ends_here and progress.finish_reason is not None:
+                self._driver.abort([rollout_id])
+        if progress.finish_reason is not None:
+            del self._open[rollout_id]
+        reason = progress.finish_reason.value if progress.finish_reason else ""
+        return Chunk(rollout_id, Tokens.of(progress.generated), reason)

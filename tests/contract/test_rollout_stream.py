@@ -1,0 +1,123 @@
+"""The rollout stream: one WebSocket for many requests and their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from contract.conftest import Server, StartServer
+from contract.generating import drain, requests
+from midflight.errors import RequestError
+from midflight.generation import rollout_stream
+from midflight.generation.client import HTTPGenerator
+from midflight.generation.stream_messages import PATH, Add, Chunks, Reply, Request, decode_from_server, encode
+from midflight.types import FinishReason, GeneratedTokens, RolloutId
+
+
+def connected(server: Server, **headers: str) -> ClientConnection:
+    url = f"ws{server.url.removeprefix('http')}{PATH}"
+    return connect(url, additional_headers=headers, compression=None, proxy=None)
+
+
+def wait_until_idle(server: Server) -> None:
+    while server.http.get("/health").json()["in_flight"]:
+        pass
+
+
+def test_tokens_of_many_requests_share_frames(start_server: StartServer) -> None:
+    server = start_server()
+    server.http.post("/pause")
+    with connected(server) as connection:
+        connection.send(encode(Add(7, [Request.of(request) for request in requests(8)], 64, None, 0)))
+        assert decode_from_server(connection.recv(decode=False)) == Reply(7)
+        server.http.post("/resume")
+        ended: dict[int, str] = {}
+        num_frames = 0
+        while len(ended) < 8:
+            message = decode_from_server(connection.recv(decode=False))
+            assert isinstance(message, Chunks)
+            num_frames += 1
+            ended |= {chunk.rollout_id: chunk.finish_reason for chunk in message.chunks if chunk.finish_reason}
+    assert set(ended) == set(range(8))
+    assert num_frames < 8, "sequences that end in one step share a frame"
+
+
+def test_the_end_of_the_connection_aborts_its_requests(start_server: StartServer) -> None:
+    server = start_server()
+    server.http.post("/pause")
+    with connected(server) as connection:
+        connection.send(encode(Add(1, [Request.of(request) for request in requests(3)], 1, None, 0)))
+        connection.recv()
+        assert server.http.get("/health").json()["in_flight"] == 3
+    wait_until_idle(server)
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", encode({"type": "add"}), encode(["what"]), "text"])
+def test_a_frame_that_is_no_message_ends_the_connection_only(start_server: StartServer, frame: bytes | str) -> None:
+    server = start_server()
+    with connected(server) as connection:
+        connection.send(frame)
+        with pytest.raises(ConnectionClosed):
+            connection.recv(30)
+    with HTTPGenerator(server.url) as client:
+        client.add(requests(1))
+        assert len(drain(client)) == 1
+
+
+def test_arrays_of_different_lengths_are_refused(start_server: StartServer) -> None:
+    server = start_server()
+    tokens = GeneratedTokens(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32))
+    (request,) = requests(1)
+    with connected(server) as connection:
+        connection.send(encode(Add(1, [Request.of(replace(request, generated=tokens))], 1, None, 0)))
+        with pytest.raises(ConnectionClosed, match="different lengths"):
+            connection.recv(30)
+
+
+def test_browsers_are_refused(server: Server) -> None:
+    """A page of another site could connect otherwise: WebSockets know no same-origin policy."""
+    with pytest.raises(InvalidStatus) as refusal, connected(server, Origin="https://example.com"):
+        pass
+    assert refusal.value.response.status_code == 403
+
+
+def test_a_wrong_token_is_refused(start_server: StartServer) -> None:
+    server = start_server(admin_token="sesame")
+    for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}):
+        with pytest.raises(InvalidStatus), connected(server, **headers):
+            pass
+    with connected(server, Authorization="Bearer sesame"):
+        pass
+
+
+def test_a_large_call_travels_in_several_messages(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_stream, "_MAX_TOKENS_PER_MESSAGE", 200)
+    server = start_server()
+    with HTTPGenerator(server.url) as client:
+        client.add(requests(20))
+        assert len(drain(client)) == 20
+        server.http.post("/pause")
+        bad = replace(requests(1, first=90)[0], prompt_token_ids=np.zeros(0, np.int32))
+        with pytest.raises(RequestError, match="0 tokens"):
+            client.add([*requests(20), bad])
+        assert client.num_in_flight == 0
+        wait_until_idle(server)
+        server.http.post("/resume")
+        client.add(requests(20))
+        assert len(drain(client)) == 20
+
+
+def test_tokens_that_had_arrived_outlive_the_connection(start_server: StartServer) -> None:
+    server = start_server()
+    with HTTPGenerator(server.url, chunk_tokens=1) as client:
+        client.add(requests(2))
+        while not len(client.generated(RolloutId(0))):
+            pass
+        client.close()
+        aborted = client.abort([RolloutId(0), RolloutId(1)])
+    assert {completion.finish_reason for completion in aborted} == {FinishReason.ABORT}
+    assert len(aborted[0].generated)

@@ -95,6 +95,7 @@ def http_speed(
     model: ModelOption = "demo",
     sequences: Annotated[int, typer.Option(min=1, help="sequences kept in flight")] = 64,
     lengths: Annotated[str, typer.Option(help="tokens per answer, separated by commas")] = "64,7",
+    waiting: Annotated[str, typer.Option(help="numbers of requests that wait, separated by commas")] = "500,2000,8000",
     seconds: Annotated[float, typer.Option(min=0.1, help="duration of each measurement")] = 6.0,
     rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 5,
     as_json: Json = False,
@@ -103,7 +104,9 @@ def http_speed(
     from benchmarks.http import HttpLoad, bench_http
     from benchmarks.models import find_model
 
-    load = HttpLoad(sequences, tuple(map(_count, lengths.split(","))), seconds, rounds)
+    load = HttpLoad(
+        sequences, tuple(map(_count, lengths.split(","))), tuple(map(_count, waiting.split(","))), seconds, rounds
+    )
     report = functools.partial(print, file=sys.stderr, flush=True)
     result = bench_http(find_model(model), load, report)
     if as_json:

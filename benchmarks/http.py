@@ -25,8 +25,9 @@ from midflight.protocols import Generator
 from midflight.report.machine import describe_machine
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
 
-# Least share of the tokens per second in process, by tokens per answer.
+# Least share of the tokens per second in process, by tokens per answer; of the tokens per second with nothing waiting.
 _LEAST = {64: 0.85, 7: 0.6}
+_LEAST_WHILE_WAITING = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class HttpLoad:
 
     sequences: int
     lengths: tuple[int, ...]
+    waiting: tuple[int, ...]  # numbers of streamed requests that wait
     seconds: float
     rounds: int
 
@@ -77,7 +79,45 @@ def bench_http(model: BenchModel, load: HttpLoad, report: Callable[[str], None])
             }
             rows.append(row)
             report(http_line(row))
-    return {"rows": rows, "targets": [_target(row) for row in rows if row["new_tokens"] in _LEAST]}
+        waiting = [_waiting_row(model, load, client, numbers, count) for count in (0, *load.waiting)]
+    for row in waiting:
+        row["over_none_waiting"] = row["http_tokens_per_s"] / waiting[0]["http_tokens_per_s"]
+        report(waiting_line(row))
+    targets = [_target(row) for row in rows if row["new_tokens"] in _LEAST]
+    return {"rows": rows + waiting, "targets": targets + [_waiting_target(row) for row in waiting[1:]]}
+
+
+def _waiting_row(
+    model: BenchModel, load: HttpLoad, client: HTTPGenerator, numbers: Iterator[int], num_waiting: int
+) -> dict[str, Any]:
+    """Keep all slots of the server busy while `num_waiting` streamed requests wait for one; return a row."""
+    requests = _requests(model, max(load.lengths), numbers)
+    rates = [
+        _tokens_per_s(client, requests, load.sequences + num_waiting, load.seconds, drain=False)
+        for _ in range(load.rounds)
+    ]
+    return {
+        "machine": describe_machine(),
+        "model": model.name,
+        "sequences": load.sequences,
+        "waiting": num_waiting,
+        "new_tokens": max(load.lengths),
+        "http_tokens_per_s": statistics.median(rates),
+    }
+
+
+def waiting_line(row: dict[str, Any]) -> str:
+    """Return a row as text."""
+    return (
+        f"{row['model']}, {row['sequences']} in flight, {row['waiting']} waiting:"
+        f" {row['http_tokens_per_s']:,.0f} tok/s, {row['over_none_waiting']:.2f} of none waiting"
+    )
+
+
+def _waiting_target(row: dict[str, Any]) -> dict[str, Any]:
+    value, limit = row["over_none_waiting"], _LEAST_WHILE_WAITING
+    name = f"{row['model']}, {row['waiting']} streamed requests waiting: tokens/s / with none waiting"
+    return {"name": name, "value": value, "limit": limit, "holds": value >= limit}
 
 
 def http_line(row: dict[str, Any]) -> str:
@@ -103,16 +143,31 @@ def _requests(model: BenchModel, length: int, numbers: Iterator[int]) -> Iterato
         yield GenerationRequest(RolloutId(number), prompts[number % len(prompts)], sampling, seed=0)
 
 
-def _tokens_per_s(generator: Generator, requests: Iterator[GenerationRequest], sequences: int, seconds: float) -> float:
-    """Keep `sequences` requests in flight for so long; return the tokens of finished requests per second."""
-    generator.add(list(itertools.islice(requests, sequences)))
+def _tokens_per_s(
+    generator: Generator,
+    requests: Iterator[GenerationRequest],
+    sequences: int,
+    seconds: float,
+    drain: bool = True,
+) -> float:
+    """Keep `sequences` requests in flight for so long; return the tokens of finished requests per second.
+
+    `drain`: let the last requests finish; otherwise abort them.
+    """
+    added = list(itertools.islice(requests, sequences))
+    generator.add(added)
+    generator.step()  # the requests that have ended while others were added do not count
     num_tokens, started_s = 0, time.perf_counter()
     while time.perf_counter() - started_s < seconds:
-        completions = generator.step()
-        num_tokens += sum(len(completion.generated) for completion in completions)
-        if completions:
-            generator.add(list(itertools.islice(requests, len(completions))))
+        num_missing = sequences - generator.num_in_flight
+        if num_missing:
+            new = list(itertools.islice(requests, num_missing))
+            generator.add(new)
+            added += new
+        num_tokens += sum(len(completion.generated) for completion in generator.step())
     elapsed_s = time.perf_counter() - started_s
+    if not drain:
+        generator.abort([request.rollout_id for request in added])
     while generator.num_in_flight:
         generator.step()
     return num_tokens / elapsed_s

@@ -15,7 +15,7 @@ from midflight.errors import RequestError
 from midflight.generation import rollout_stream
 from midflight.generation.client import HTTPGenerator
 from midflight.generation.stream_messages import PATH, Add, Chunks, Reply, Request, decode_from_server, encode
-from midflight.types import FinishReason, GeneratedTokens, RolloutId
+from midflight.types import GeneratedTokens
 
 
 def connected(server: Server, **headers: str) -> ClientConnection:
@@ -109,15 +109,3 @@ def test_a_large_call_travels_in_several_messages(start_server: StartServer, mon
         server.http.post("/resume")
         client.add(requests(20))
         assert len(drain(client)) == 20
-
-
-def test_tokens_that_had_arrived_outlive_the_connection(start_server: StartServer) -> None:
-    server = start_server()
-    with HTTPGenerator(server.url, chunk_tokens=1) as client:
-        client.add(requests(2))
-        while not len(client.generated(RolloutId(0))):
-            pass
-        client.close()
-        aborted = client.abort([RolloutId(0), RolloutId(1)])
-    assert {completion.finish_reason for completion in aborted} == {FinishReason.ABORT}
-    assert len(aborted[0].generated)

@@ -9,7 +9,7 @@ always finish.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,7 @@ class Scheduler:
         self.running, self.pool = running, pool
         self._max_batched_tokens, self._max_scored_tokens = max_batched_tokens, max_scored_tokens
         self._prefix_caching = prefix_caching
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting = OrderedDict[RolloutId, _Waiting]()
         self._ids: set[RolloutId] = set()  # rollouts in a slot or in the queue
         self._prefilling: set[bytes] = set()  # prefixes in prefill; queued requests with the same prefix wait for them
         self._cached_logits: list[tuple[int, Tensor]] = []  # (slot, next logits) of slots admitted with a full hit
@@ -73,29 +73,25 @@ class Scheduler:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request."""
         self._ids.add(request.rollout_id)
-        self._waiting.append(_waiting(request))
+        self._waiting[request.rollout_id] = _waiting(request)
 
     def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
         """Return the tokens of a rollout in flight so far, from response position `start` on."""
         slot = self.running.slot_of.get(rollout_id)
         if slot is not None:
             return self.running.generated(slot, start)
-        for entry in self._waiting:
-            if entry.request.rollout_id == rollout_id:
-                return (entry.request.generated or GeneratedTokens.none()).part(start)
-        raise KeyError(rollout_id)
+        return (self._waiting[rollout_id].request.generated or GeneratedTokens.none()).part(start)
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         """Remove these rollouts and return their tokens; ignore ids that are not in flight."""
-        aborted = set(rollout_ids)
+        aborted = dict.fromkeys(rollout_ids)
+        entries = [entry for rollout_id in aborted if (entry := self._waiting.pop(rollout_id, None)) is not None]
         completions = [
             Completion(entry.request.rollout_id, entry.request.generated or GeneratedTokens.none(), FinishReason.ABORT)
-            for entry in self._waiting
-            if entry.request.rollout_id in aborted
+            for entry in entries
         ]
-        self._waiting = deque(entry for entry in self._waiting if entry.request.rollout_id not in aborted)
         self._ids -= {completion.rollout_id for completion in completions}
-        for rollout_id in aborted & self.running.slot_of.keys():
+        for rollout_id in aborted.keys() & self.running.slot_of.keys():
             completions.append(self.release(self.running.slot_of[rollout_id], FinishReason.ABORT))
         return completions
 
@@ -176,19 +172,24 @@ class Scheduler:
         generated = self.running.generated(slot)
         self._give_back_pages(slot)
         request = self.running.release(slot)
-        self._waiting.appendleft(_waiting(replace(request, generated=generated if len(generated) else None)))
+        self._put_first(_waiting(replace(request, generated=generated if len(generated) else None)))
         self.num_preempted += 1
 
     def _admit(self) -> None:
         held_back: list[_Waiting] = []
         while self._waiting and self.running.num_active < self.running.max_num_seqs:
-            entry = self._waiting.popleft()
+            _, entry = self._waiting.popitem(last=False)
             if self._uses_prefixes(entry.request) and entry.prefix.tobytes() in self._prefilling:
                 held_back.append(entry)  # a sibling is computing this prefix, which is then in the prefix cache
             elif not self._try_admit(entry):
-                self._waiting.appendleft(entry)
+                self._put_first(entry)
                 break
-        self._waiting.extendleft(reversed(held_back))
+        for entry in reversed(held_back):
+            self._put_first(entry)
+
+    def _put_first(self, entry: _Waiting) -> None:
+        self._waiting[entry.request.rollout_id] = entry
+        self._waiting.move_to_end(entry.request.rollout_id, last=False)
 
     def _uses_prefixes(self, request: GenerationRequest) -> bool:
         return self._prefix_caching and not request.score_prompt

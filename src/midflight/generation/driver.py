@@ -10,6 +10,7 @@ weights in use whatever their versions are; the requests in flight are aborted f
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -24,6 +25,9 @@ from midflight.protocols import IncomingWeights, LocalEngine
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId, WeightLabel
 
 T = TypeVar("T")
+
+# Streamed requests without a token that are looked at in every step. Engines start requests about in their order.
+_MAX_UNSTARTED = 64
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +61,6 @@ class _Subscription:
     listener: Listener
     num_resumed: int  # generated tokens that came with the request
     chunk_tokens: int | None  # None: all tokens at the end
-    added_at_step: int
     num_seen: int = 0  # tokens that the listener has received
 
 
@@ -81,6 +84,8 @@ class GeneratorDriver:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
         self._subscriptions: dict[RolloutId, _Subscription] = {}
+        self._unstarted: dict[RolloutId, None] = {}  # streamed requests without a token yet, the oldest first
+        self._streaming: dict[RolloutId, int] = {}  # the other streamed requests, with the step before the first token
         self._wishes: list[_Wish] = []
         self._num_steps = 0
         self.paused = False
@@ -109,9 +114,9 @@ class GeneratorDriver:
             self._engine.add(requests)
             for request in requests:
                 num_resumed = len(request.generated) if request.generated else 0
-                self._subscriptions[request.rollout_id] = _Subscription(
-                    listener, num_resumed, chunk_tokens, self._num_steps
-                )
+                self._subscriptions[request.rollout_id] = _Subscription(listener, num_resumed, chunk_tokens)
+                if chunk_tokens:
+                    self._unstarted[request.rollout_id] = None
 
         return self._submit(command)
 
@@ -228,10 +233,14 @@ class GeneratorDriver:
         for completion in completions:
             self._end(completion)
         self.counters.finished += len(completions)
-        for rollout_id, subscription in self._subscriptions.items():
-            # A step adds at most one token per sequence, so it is enough to check every `chunk_tokens` steps.
-            age = self._num_steps - subscription.added_at_step
-            if subscription.chunk_tokens and age % subscription.chunk_tokens == 0:
+        for rollout_id in list(itertools.islice(self._unstarted, _MAX_UNSTARTED)):
+            if len(self._engine.generated(rollout_id, self._subscriptions[rollout_id].num_resumed)):
+                del self._unstarted[rollout_id]
+                self._streaming[rollout_id] = self._num_steps - 1
+        for rollout_id, started_at in self._streaming.items():
+            subscription = self._subscriptions[rollout_id]
+            # A step adds at most one token per sequence, so it is enough to look every `chunk_tokens` steps.
+            if (self._num_steps - started_at) % (subscription.chunk_tokens or 1) == 0:
                 new = self._engine.generated(rollout_id, subscription.num_seen)
                 if len(new):
                     self._report(subscription, Progress(rollout_id, new, None))
@@ -245,6 +254,8 @@ class GeneratorDriver:
 
     def _end(self, completion: Completion) -> None:
         subscription = self._subscriptions.pop(completion.rollout_id)
+        self._unstarted.pop(completion.rollout_id, None)
+        self._streaming.pop(completion.rollout_id, None)
         rest = completion.generated.part(subscription.num_seen)
         last = Progress(completion.rollout_id, rest, completion.finish_reason, completion.prompt)
         self._report(subscription, last)
@@ -299,6 +310,8 @@ class GeneratorDriver:
         for subscription in self._subscriptions.values():
             subscription.listener(failure)
         self._subscriptions.clear()
+        self._unstarted.clear()
+        self._streaming.clear()
         self._fail_wishes(failure)
 
 

@@ -91,6 +91,8 @@ class RolloutStream:
         self._url = f"ws{base_url.removeprefix('http').rstrip('/')}{PATH}"
         self._timeout_s, self._ended, self._learn = timeout_s, ended, learn
         self._running: dict[RolloutId, _Running] = {}
+        self._finished: dict[RolloutId, None] = {}  # of the running ones; so that no call looks at all of them
+        self._failed: dict[RolloutId, None] = {}
         self._changed = threading.Condition()
         self._replies: dict[int, Future[None]] = {}  # by the number of the message
         self._numbers = itertools.count()
@@ -129,7 +131,7 @@ class RolloutStream:
             self.abort([request.rollout_id for part, error in outcomes if error is None for request in part])
             with self._changed:
                 for request in requests:
-                    self._running.pop(request.rollout_id, None)
+                    self._remove(request.rollout_id)
             raise errors[0]
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
@@ -156,20 +158,22 @@ class RolloutStream:
         """
         with self._changed:
             if self._running and timeout_s:
-                self._changed.wait_for(lambda: any(run.has_ended for run in self._running.values()), timeout_s)
-            ended = [rollout_id for rollout_id, running in self._running.items() if running.finish_reason]
-            lost = next((running.failure for running in self._running.values() if running.failure), None)
-            if lost and not ended:
-                raise lost
-            return [self._take(rollout_id) for rollout_id in ended]
+                self._changed.wait_for(lambda: self._finished or self._failed, timeout_s)
+            if self._failed and not self._finished:
+                failure = self._running[next(iter(self._failed))].failure
+                assert failure is not None
+                raise failure
+            return [self._take(rollout_id) for rollout_id in list(self._finished)]
 
     def lose(self, rollout_ids: Sequence[RolloutId] | None, failure: MidflightError) -> None:
         """Fail these requests, or all, with this error; requests that have ended are left alone."""
         with self._changed:
             ids = list(self._running) if rollout_ids is None else rollout_ids
-            for running in [self._running[key] for key in ids if key in self._running]:
-                if not running.has_ended:
+            for key in ids:
+                running = self._running.get(key)
+                if running is not None and not running.has_ended:
                     running.failure = failure
+                    self._failed[key] = None
             self._changed.notify_all()
         self._ended.set()
 
@@ -200,8 +204,13 @@ class RolloutStream:
         return None
 
     def _take(self, rollout_id: RolloutId) -> Completion:
-        running = self._running.pop(rollout_id)
+        running = self._running[rollout_id]
+        self._remove(rollout_id)
         return Completion(rollout_id, running.generated(), running.finish_reason or FinishReason.ABORT)
+
+    def _remove(self, rollout_id: RolloutId) -> None:
+        for each in (self._running, self._finished, self._failed):
+            each.pop(rollout_id, None)
 
     def _fail(self, failure: MidflightError) -> None:
         with self._changed:
@@ -276,7 +285,6 @@ class RolloutStream:
     def _take_chunks(self, message: Chunks) -> None:
         newest = -1
         with self._changed:
-            has_ended = False
             for chunk in message.chunks:
                 running = self._running.get(RolloutId(chunk.rollout_id))
                 if running is None:
@@ -285,7 +293,9 @@ class RolloutStream:
                 if len(new):
                     newest = max(newest, int(new.weight_versions[-1]))
                 if chunk.finish_reason:
-                    running.finish_reason, has_ended = FinishReason(chunk.finish_reason), True
+                    running.finish_reason = FinishReason(chunk.finish_reason)
+                    self._finished[RolloutId(chunk.rollout_id)] = None
+            has_ended = bool(self._finished)
             if has_ended:
                 self._changed.notify_all()
         if has_ended:

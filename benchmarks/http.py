@@ -79,31 +79,37 @@ def bench_http(model: BenchModel, load: HttpLoad, report: Callable[[str], None])
             }
             rows.append(row)
             report(http_line(row))
-        waiting = [_waiting_row(model, load, client, numbers, count) for count in (0, *load.waiting)]
+        waiting = _waiting_rows(model, load, client, numbers)
     for row in waiting:
-        row["over_none_waiting"] = row["http_tokens_per_s"] / waiting[0]["http_tokens_per_s"]
         report(waiting_line(row))
     targets = [_target(row) for row in rows if row["new_tokens"] in _LEAST]
     return {"rows": rows + waiting, "targets": targets + [_waiting_target(row) for row in waiting[1:]]}
 
 
-def _waiting_row(
-    model: BenchModel, load: HttpLoad, client: HTTPGenerator, numbers: Iterator[int], num_waiting: int
-) -> dict[str, Any]:
-    """Keep all slots of the server busy while `num_waiting` streamed requests wait for one; return a row."""
-    requests = _requests(model, max(load.lengths), numbers)
-    rates = [
-        _tokens_per_s(client, requests, load.sequences + num_waiting, load.seconds, drain=False)
+def _waiting_rows(
+    model: BenchModel, load: HttpLoad, client: HTTPGenerator, numbers: Iterator[int]
+) -> list[dict[str, Any]]:
+    """Keep all slots of the server busy while streamed requests wait for one; return a row per number of them.
+
+    The numbers take turns. `over_none_waiting`: median over rounds.
+    """
+    requests, counts = _requests(model, max(load.lengths), numbers), (0, *load.waiting)
+    rounds = [
+        [_tokens_per_s(client, requests, load.sequences + count, load.seconds, drain=False) for count in counts]
         for _ in range(load.rounds)
     ]
-    return {
-        "machine": describe_machine(),
-        "model": model.name,
-        "sequences": load.sequences,
-        "waiting": num_waiting,
-        "new_tokens": max(load.lengths),
-        "http_tokens_per_s": statistics.median(rates),
-    }
+    return [
+        {
+            "machine": describe_machine(),
+            "model": model.name,
+            "sequences": load.sequences,
+            "waiting": count,
+            "new_tokens": max(load.lengths),
+            "http_tokens_per_s": statistics.median(rates[index] for rates in rounds),
+            "over_none_waiting": statistics.median(rates[index] / rates[0] for rates in rounds),
+        }
+        for index, count in enumerate(counts)
+    ]
 
 
 def waiting_line(row: dict[str, Any]) -> str:

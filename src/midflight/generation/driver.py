@@ -10,7 +10,6 @@ weights in use whatever their versions are; the requests in flight are aborted f
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -26,8 +25,9 @@ from midflight.types import Completion, FinishReason, GeneratedTokens, Generatio
 
 T = TypeVar("T")
 
-# Streamed requests without a token that are looked at in every step. Engines start requests about in their order.
-_MAX_UNSTARTED = 64
+# Engines start requests about in the order in which they came. After so many that have not started, the search for those
+# that have started ends; it goes further in every 32nd step.
+_MAX_UNSTARTED, _MAX_UNSTARTED_AT_TIMES, _AT_TIMES = 4, 256, 32
 
 _log = logging.getLogger(__name__)
 
@@ -233,10 +233,9 @@ class GeneratorDriver:
         for completion in completions:
             self._end(completion)
         self.counters.finished += len(completions)
-        for rollout_id in list(itertools.islice(self._unstarted, _MAX_UNSTARTED)):
-            if len(self._engine.generated(rollout_id, self._subscriptions[rollout_id].num_resumed)):
-                del self._unstarted[rollout_id]
-                self._streaming[rollout_id] = self._num_steps - 1
+        for rollout_id in self._find_started():
+            del self._unstarted[rollout_id]
+            self._streaming[rollout_id] = self._num_steps - 1
         for rollout_id, started_at in self._streaming.items():
             subscription = self._subscriptions[rollout_id]
             # A step adds at most one token per sequence, so it is enough to look every `chunk_tokens` steps.
@@ -251,6 +250,19 @@ class GeneratorDriver:
             self._end(completion)
         self.counters.aborted += len(completions)
         return completions
+
+    def _find_started(self) -> list[RolloutId]:
+        """Return streamed requests that have their first token now."""
+        num_left = _MAX_UNSTARTED if self._num_steps % _AT_TIMES else _MAX_UNSTARTED_AT_TIMES
+        started = []
+        for rollout_id in self._unstarted:
+            if len(self._engine.generated(rollout_id, self._subscriptions[rollout_id].num_resumed)):
+                started.append(rollout_id)
+                continue
+            num_left -= 1
+            if not num_left:
+                break
+        return started
 
     def _end(self, completion: Completion) -> None:
         subscription = self._subscriptions.pop(completion.rollout_id)

@@ -25,8 +25,8 @@ from midflight.types import Completion, FinishReason, GeneratedTokens, Generatio
 
 T = TypeVar("T")
 
-# Engines start requests about in the order in which they came. After so many that have not started, the search for those
-# that have started ends; it goes further in every 32nd step.
+# Engines start requests about in the order in which they came. The search for started ones ends after so many that have
+# not started; it goes further in every 32nd step.
 _MAX_UNSTARTED, _MAX_UNSTARTED_AT_TIMES, _AT_TIMES = 4, 256, 32
 
 _log = logging.getLogger(__name__)

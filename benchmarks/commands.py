@@ -96,8 +96,8 @@ def http_speed(
     sequences: Annotated[int, typer.Option(min=1, help="sequences kept in flight")] = 64,
     lengths: Annotated[str, typer.Option(help="tokens per answer, separated by commas")] = "64,7",
     waiting: Annotated[str, typer.Option(help="numbers of requests that wait, separated by commas")] = "500,2000,8000",
-    seconds: Annotated[float, typer.Option(min=0.1, help="duration of each measurement")] = 6.0,
-    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="duration of each measurement")] = 4.0,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds; results are medians")] = 3,
     as_json: Json = False,
 ) -> None:
     """Tokens per second of a server in another process, beside the same engine in this one."""

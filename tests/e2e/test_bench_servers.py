@@ -1,0 +1,40 @@
+"""Commands `python -m benchmarks http` and `updates`, with small loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.benchmarks]
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_server_is_measured_beside_the_engine() -> None:
+    load = ("--sequences", "4", "--lengths", "64,7", "--waiting", "20", "--seconds", "0.5", "--rounds", "1")
+    result = bench("http", *load)
+    assert [(row["new_tokens"], row.get("waiting")) for row in result["rows"]] == [
+        (64, None),
+        (7, None),
+        (64, 0),
+        (64, 20),
+    ]
+    assert all(row["http_tokens_per_s"] > 0 for row in result["rows"])
+    assert [target["limit"] for target in result["targets"]] == [0.85, 0.6, 0.9]
+
+
+def test_updates_of_a_server_are_measured() -> None:
+    result = bench("updates", "--models", "demo", "--updates", "4", "--sequences", "4")
+    rows = [(row["engine"], row["load"], row["updates"]) for row in result["rows"]]
+    assert rows == [("embedded", "quiet", 4), ("embedded", "2 busy processes", 4), ("remote", "quiet", 4)]
+    assert len(result["targets"]) == 5

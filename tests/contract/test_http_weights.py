@@ -243,6 +243,25 @@ def test_admin_routes_need_the_token(start_server: StartServer) -> None:
         client.abort([RolloutId(0)])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_id": 3},
+        {"generated": {"token_ids": [5], "logprobs": [-1.0], "weight_versions": [0]}},
+        {"weight_lineage": ""},
+        {"min_weight_version": 0},
+    ],
+)
+def test_strangers_cannot_use_the_fields_of_a_run(start_server: StartServer, fields: dict[str, Any]) -> None:
+    server = start_server(admin_token="sesame")
+    body = {"prompt": [5, 6], "max_tokens": 3}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    refused = server.http.post("/v1/completions", json=body | fields)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    allowed = server.http.post("/v1/completions", json=body | fields, headers={"Authorization": "Bearer sesame"})
+    assert allowed.status_code == 200
+
+
 def test_absent_process_group_is_refused(server: Server) -> None:
     body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
     refusals: dict[str, dict[str, object]] = {

@@ -367,8 +367,8 @@ class ServeConfig(Section):
     admin_token: pydantic.SecretStr | None = Field(
         None,
         exclude=True,  # secrets must not be written to a run directory
-        description="token that weight updates, abort, pause and resume require; default: $MIDFLIGHT_ADMIN_TOKEN, or"
-        " none",
+        description="token that weight updates, abort, pause, resume and the rollouts of a run require; default:"
+        " $MIDFLIGHT_ADMIN_TOKEN, or none",
     )
     model_name: str | None = Field(
         None, min_length=1, description="name of the model in requests; default: the name of its directory"

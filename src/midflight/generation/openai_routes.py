@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBearer
 from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
 from midflight.generation.disconnects import CLIENT_CLOSED_REQUEST, unless_disconnected
-from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error
+from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error, require_admin
 from midflight.generation.request_parsing import (
     AsyncTokenizer,
     ServedModel,
@@ -31,6 +32,9 @@ from midflight.generation.schemas import ChatResponse, CompletionResponse, Error
 from midflight.generation.served_requests import Delta, ServedRequest, ServedRequests
 from midflight.types import WeightLabel
 
+# Fields with which a stranger could take the id of a rollout of the run, or make the server wait for weights.
+_RUN_FIELDS = ("rollout_id", "generated", "weight_lineage", "min_weight_version")
+_BEARER = HTTPBearer(auto_error=False)
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -91,6 +95,8 @@ async def _answer(
     echo: bool = False,
 ) -> Response:
     body = builder.body
+    if any(getattr(body, name) is not None for name in _RUN_FIELDS):
+        require_admin(request, await _BEARER(request))
     requests = generation_requests(model, body, builder.prompts, max_tokens, score_prompts=echo)
     stop = requests[0].sampling.stop
     _check_weights(body, served_requests.driver.active)

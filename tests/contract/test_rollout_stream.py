@@ -14,7 +14,7 @@ from contract.generating import drain, requests
 from midflight.errors import RequestError
 from midflight.generation import rollout_stream
 from midflight.generation.client import HTTPGenerator
-from midflight.generation.stream_messages import PATH, Add, Chunks, Reply, Request, decode_from_server, encode
+from midflight.generation.stream_messages import PATH, Add, Chunk, Chunks, Reply, Request, decode_from_server, encode
 from midflight.types import GeneratedTokens
 
 
@@ -32,18 +32,16 @@ def test_tokens_of_many_requests_share_frames(start_server: StartServer) -> None
     server = start_server()
     server.http.post("/pause")
     with connected(server) as connection:
-        connection.send(encode(Add(7, [Request.of(request) for request in requests(8)], 64, None, 0)))
+        connection.send(encode(Add(7, [Request.of(request) for request in requests(8)], 1, None, 0)))
         assert decode_from_server(connection.recv(decode=False)) == Reply(7)
         server.http.post("/resume")
-        ended: dict[int, str] = {}
-        num_frames = 0
-        while len(ended) < 8:
+        frames: list[list[Chunk]] = []
+        while sum(bool(chunk.finish_reason) for frame in frames for chunk in frame) < 8:
             message = decode_from_server(connection.recv(decode=False))
             assert isinstance(message, Chunks)
-            num_frames += 1
-            ended |= {chunk.rollout_id: chunk.finish_reason for chunk in message.chunks if chunk.finish_reason}
-    assert set(ended) == set(range(8))
-    assert num_frames < 8, "sequences that end in one step share a frame"
+            frames.append(message.chunks)
+    assert {chunk.rollout_id for frame in frames for chunk in frame} == set(range(8))
+    assert max(map(len, frames)) > 1, "tokens of one step share a frame"
 
 
 def test_the_end_of_the_connection_aborts_its_requests(start_server: StartServer) -> None:

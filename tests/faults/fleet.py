@@ -34,8 +34,8 @@ from midflight.trainer.checkpoints import checkpoint_of
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
 
 WEIGHTS_TIMEOUT_S = 2.0
-# Besides the timeout: the pool waits 3 s for engines that lack a version which few others have, forming a group has 0.5 s
-# of grace, and everything runs on two cores that start processes besides.
+# Besides the timeout: the pool waits 3 s for engines that lack a version which few others have, forming a group has
+# 0.5 s of grace, and everything runs on two cores that start processes besides.
 MARGIN_S = 6.0
 MAX_LAG = 6
 NAMES = ("one", "two", "three")

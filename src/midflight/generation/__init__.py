@@ -2,6 +2,7 @@
 
 driver.py           the thread that owns a Generator and steps it
 served_requests.py  HTTP requests in flight: from GenerationRequests to deltas of text and tokens
+stop_cut.py         the end of a response at its stop string
 text.py             incremental detokenization: whole characters, stop strings
 schemas.py          JSON bodies of requests and responses
 http_errors.py      errors in the OpenAI format; the limit on request bodies; the admin token

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from midflight.errors import GenerationError
 from midflight.generation.driver import GeneratorDriver, Progress
 from midflight.generation.http_errors import ApiError
+from midflight.generation.stop_cut import STOP_CHUNK_TOKENS, StopCut
 from midflight.generation.text import Decode, Detokenizer, StopStrings
 from midflight.models.stopping import StringStopRule
 from midflight.types import FinishReason, GeneratedTokens, GenerationRequest, RolloutId, SamplingParams
-
-_STOP_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +36,15 @@ class _DeltaBuilder:
     """Builds the deltas of one choice: detokenizes, and ends the choice with the token that completes a stop string."""
 
     def __init__(self, index: int, decode: Decode, sampling: SamplingParams, rule: StringStopRule | None) -> None:
-        self._index, self._stop_token_ids, self._rule = index, sampling.stop_token_ids, rule
-        self._token_ids = np.zeros(0, np.int32)  # of the choice so far, if there is a rule
+        self._index, self._stop_token_ids = index, sampling.stop_token_ids
+        self._cut = None if rule is None else StopCut(rule)
         self._stop = StopStrings(sampling.stop)
         self._detokenizer = Detokenizer(decode)
 
     def build(self, progress: Progress) -> Delta:
         """Build the next delta. Tokens after the one that completes a stop string are dropped."""
-        if self._rule is not None:
-            progress = self._until_stop(progress, self._rule)
+        if self._cut is not None:
+            progress = self._cut.cut(progress)
         token_ids: list[int] = progress.generated.token_ids.tolist()
         ended = progress.finish_reason is not None
         if progress.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in self._stop_token_ids:
@@ -56,15 +53,6 @@ class _DeltaBuilder:
         if ended and not found:
             text += self._stop.flush()
         return self._delta(progress, text)
-
-    def _until_stop(self, progress: Progress, rule: StringStopRule) -> Progress:
-        start = len(self._token_ids)
-        self._token_ids = np.concatenate([self._token_ids, progress.generated.token_ids])
-        end = rule.first_end(self._token_ids, start)
-        if end is None:
-            return progress
-        kept = progress.generated.part(0, end + 1 - start)
-        return replace(progress, generated=kept, finish_reason=FinishReason.STOP)
 
     def _delta(self, progress: Progress, text: str) -> Delta:
         return Delta(
@@ -155,8 +143,8 @@ class ServedRequests:
         )
         self._active.update(dict.fromkeys(rollout_ids, served))
         try:
-            if rule is not None:  # an engine without stop rules samples at most this many tokens too many
-                chunk_tokens = min(chunk_tokens or _STOP_CHUNK_TOKENS, _STOP_CHUNK_TOKENS)
+            if rule is not None:
+                chunk_tokens = min(chunk_tokens or STOP_CHUNK_TOKENS, STOP_CHUNK_TOKENS)
             added = self.driver.add(requests, served.on_progress, chunk_tokens)
             await asyncio.wrap_future(added)
         except BaseException:

@@ -12,15 +12,14 @@ import contextlib
 import hmac
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from midflight.errors import GenerationError, MidflightError, RequestError
 from midflight.generation.driver import GeneratorDriver, Progress
+from midflight.generation.stop_cut import STOP_CHUNK_TOKENS, StopCut
 from midflight.generation.stream_messages import (
     PATH,
     Abort,
@@ -35,12 +34,10 @@ from midflight.generation.stream_messages import (
     decode_from_client,
     encode,
 )
-from midflight.models.stopping import StopRules, StringStopRule
-from midflight.types import FinishReason, GenerationRequest, Int32Array, RolloutId
+from midflight.models.stopping import StopRules
+from midflight.types import GenerationRequest, RolloutId
 
 _POLICY_VIOLATION, _INVALID_DATA = 1008, 1007  # close codes of RFC 6455
-# Largest chunk of a request with stop strings: the engine may know none, and samples this many tokens too many.
-_STOP_CHUNK_TOKENS = 16
 
 
 def stream_router(driver: GeneratorDriver, stop_rules: StopRules) -> APIRouter:
@@ -65,29 +62,13 @@ def _is_admin(websocket: WebSocket) -> bool:
     return expected is None or hmac.compare_digest(given.encode(), f"Bearer {expected}".encode())
 
 
-class _StopCut:
-    """Cuts a response after the token that completes a stop string."""
-
-    def __init__(self, rule: StringStopRule) -> None:
-        self._rule = rule
-        self._token_ids: Int32Array = np.zeros(0, np.int32)
-
-    def cut(self, progress: Progress) -> Progress:
-        start = len(self._token_ids)
-        self._token_ids = np.concatenate([self._token_ids, progress.generated.token_ids])
-        end = self._rule.first_end(self._token_ids, start)
-        if end is None:
-            return progress
-        return replace(progress, generated=progress.generated.part(0, end + 1 - start), finish_reason=FinishReason.STOP)
-
-
 class RolloutConnection:
     """One client. Its rollouts end with the connection."""
 
     def __init__(self, websocket: WebSocket, driver: GeneratorDriver, stop_rules: StopRules) -> None:
         self._websocket, self._driver, self._stop_rules = websocket, driver, stop_rules
         self._loop = asyncio.get_running_loop()
-        self._open: dict[RolloutId, _StopCut | None] = {}
+        self._open: dict[RolloutId, StopCut | None] = {}
         self._outgoing: deque[Progress | FromServer] = deque()  # appended to by the driver's thread
         self._has_outgoing = asyncio.Event()
         self._is_woken = False
@@ -124,9 +105,9 @@ class RolloutConnection:
         chunk_tokens = max(1, message.chunk_tokens)
         for request in requests:
             stop = request.sampling.stop
-            self._open[request.rollout_id] = _StopCut(self._stop_rules(stop)) if stop else None
+            self._open[request.rollout_id] = StopCut(self._stop_rules(stop)) if stop else None
             if stop:
-                chunk_tokens = min(chunk_tokens, _STOP_CHUNK_TOKENS)
+                chunk_tokens = min(chunk_tokens, STOP_CHUNK_TOKENS)
         added = self._driver.add(requests, self._on_progress, chunk_tokens)
         added.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._forget_refused, done, requests))
         self._reply_to(message.number, added)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.models import DEMO_RECIPE, BenchModel
 from benchmarks.updates import PROMPT_TOKENS, Update, busy_processes, row_of
 from midflight.errors import BenchmarkError
 from midflight.generation.client import HTTPGenerator
+from midflight.generation.registry import Entry
 from midflight.models.loading import load_model, weights_of
 from midflight.report.machine import num_cores
 from midflight.types import GenerationRequest, RolloutId, SamplingParams
@@ -37,12 +38,6 @@ _LINEAGE = "benchmark"
 _TIMEOUT_S = 60.0
 _PLAIN_TOKENS = 8  # of the streamed sequence before each update; the first ones may wait for prompts
 _PREFILLED = 3  # from this token on, no prompt is processed any more
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    url: str
-    written_at: int = 0
 
 
 class _Stream:
@@ -115,7 +110,7 @@ def bench_remote_updates(
     updates: list[Update] = []
     plain_steps_s: list[float] = []
     with serving(model, dtype, new_tokens) as url, TemporaryDirectory() as directory, busy_processes(num_busy):
-        entries = {"server": _Entry(url)}
+        entries = {"server": Entry(url, written_at=0)}
         transport = ProcessGroupTransport(Path(directory) / "version", lambda: entries, _LINEAGE, print)
         with closing(transport.sender()) as sender, HTTPGenerator(url, lineage=_LINEAGE, chunk_tokens=64) as client:
             sender.announce(specs_of(weights))

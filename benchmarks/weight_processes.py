@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.limited_links import address_of, enter
 from midflight.errors import WorkerError
+from midflight.generation.registry import Entry
 from midflight.testing.weight_server import WeightServer
 from midflight.types import TensorSpec
 from midflight.weights.process_group_transport import ProcessGroupTransport
@@ -151,12 +152,6 @@ class _BareGroup:
                 dist.broadcast(tensor, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    url: str
-    written_at: int = 0
-
-
 class _Engines:
     """The engine processes, as the trainer sees them."""
 
@@ -187,8 +182,8 @@ class _Engines:
     def address(self, index: int) -> str:
         return address_of(self._load.namespaces[index]) if self._load.namespaces else _LOOPBACK
 
-    def entries(self) -> dict[str, _Entry]:
-        return {f"engine-{index}": _Entry(url) for index, url in enumerate(self.all("url", None), 1)}
+    def entries(self) -> dict[str, Entry]:
+        return {f"engine-{index}": Entry(url, written_at=0) for index, url in enumerate(self.all("url", None), 1)}
 
     def all(self, command: str, argument: object) -> list[Any]:
         self.tell(command, argument)

@@ -56,7 +56,7 @@ class HTTPGenerator:
         ended: threading.Event | None = None,
         lineage: str | None = None,
     ) -> None:
-        self._chunk_tokens, self._timeout_s, self._lineage = chunk_tokens, timeout_s, lineage
+        self._chunk_tokens, self._lineage = chunk_tokens, lineage
         self._step_s = STEP_S if ended is None else 0.0
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
         limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
@@ -137,7 +137,7 @@ class HTTPGenerator:
 
     def limits(self) -> Model:
         """Ask the server for its model and limits."""
-        answer = self._call("GET", "/v1/models")
+        answer = self._get("/v1/models")
         try:
             return model_of(answer)
         except ValueError as error:
@@ -156,7 +156,7 @@ class HTTPGenerator:
         self.close()
 
     def _health(self) -> Status:
-        answer = self._call("GET", "/health")
+        answer = self._get("/health")
         protocol = answer.get("protocol") if isinstance(answer, dict) else None
         if protocol != PROTOCOL:
             raise ModelError(
@@ -165,10 +165,9 @@ class HTTPGenerator:
             )
         return Status.model_validate(answer)
 
-    def _call(self, method: str, path: str, body: object = None) -> Any:
-        """Make a control request and return the answer."""
+    def _get(self, path: str) -> Any:
         try:
-            response = self._control.request(method, path, json=body)
+            response = self._control.get(path)
             if not response.is_success:
                 raise refusal_of(response)
             return response.json()

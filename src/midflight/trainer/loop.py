@@ -75,8 +75,9 @@ class TrainLoop:
         while True:
             asked_to_stop = should_stop()  # every rank calls it: the call is its heartbeat
             happened = self._group.rank == 0 and happens(WAIT_SLICE_S)
-            if self._group.broadcast(asked_to_stop or happened):
-                return not self._group.broadcast(asked_to_stop)
+            decision = self._group.broadcast(-1 if asked_to_stop else int(happened))
+            if decision:
+                return decision > 0
             self._publish_again()
 
     def run(self, should_stop: Callable[[], bool]) -> None:

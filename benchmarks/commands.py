@@ -90,6 +90,24 @@ def updates(
     print(json_text(result) if as_json else updates_table(result))
 
 
+@app.command()
+def control(
+    servers: Annotated[int, typer.Option(min=1, help="number of servers")] = 64,
+    slots: Annotated[int, typer.Option(min=1, help="rollouts in flight per server")] = 64,
+    length: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 2000,
+    step_ms: Annotated[float, typer.Option(min=1, help="decode step of the scripted engines (ms)")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1, help="duration of the measurement")] = 60.0,
+    warm_up: Annotated[float, typer.Option(min=0, help="seconds before it")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Idle share of a fleet of scripted engines behind HTTP, and CPU time of the rollout process per token."""
+    from benchmarks.control import Fleet, bench_control, control_table
+
+    fleet = Fleet(servers, slots, length, step_ms / 1000)
+    result = bench_control(fleet, seconds, warm_up, Console(stderr=True).print)
+    print(json_text(result) if as_json else control_table(result["rows"]))
+
+
 @app.command(name="http")
 def http_speed(
     model: ModelOption = "demo",

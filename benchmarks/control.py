@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -27,14 +26,16 @@ from midflight.actor.actor import Actor
 from midflight.actor.loop import RolloutLoop
 from midflight.actor.partials import PartialBuffer
 from midflight.concurrency.background import run_in_background
+from midflight.concurrency.event_loop import EventLoopThread
 from midflight.config import Recipe, load_recipe
 from midflight.generation.client import HTTPGenerator
+from midflight.generation.news import News
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.launch.build import build_actor_config, build_grader, recipe_schedule
 from midflight.launch.environments import build_all_environments
 from midflight.launch.prompts import build_prompts
 from midflight.models.loading import load_tokenizer
-from midflight.report.machine import describe_machine, num_cores
+from midflight.report.machine import describe_machine
 from midflight.run.servers import Servers
 from midflight.streams.sqlite import SqliteStream
 from midflight.tracing.spans import Tracer
@@ -146,21 +147,22 @@ class _Marks:
         return len(self.passed) == len(self._due_s)
 
 
-def _measure(fleet: Fleet, servers: ScriptedServers, directory: Path, seconds: float, warm_up_s: float) -> dict[str, Any]:
+def _measure(
+    fleet: Fleet, servers: ScriptedServers, directory: Path, seconds: float, warm_up_s: float
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     recipe = _recipe(fleet)
     prompts = build_prompts(recipe, load_tokenizer(recipe.model.path))
     environment = build_all_environments(recipe)
-    ended = threading.Event()
+    news, loop = News(), EventLoopThread("servers")
     registry = directory / "engines"
     registry.mkdir()
     for number, url in enumerate(servers.urls):
         (registry / f"{number}.json").write_text(json.dumps({"url": url}))
-    members = Servers(registry, _connect, ended, lambda text: None)
-    pool = EnginePool(
-        0, run=run_in_background, ended=ended, hooks=PoolHooks(members.discover, members.log, members.left)
-    )
+    members = Servers(registry, functools.partial(_connect, loop), news, lambda text: None)
+    pool = EnginePool(0, run=run_in_background, news=news, hooks=PoolHooks(members.discover, members.log, members.left))
     with (
+        closing(loop),
         closing(pool),
         build_grader(recipe) as grader,
         closing(_InstantTrainer(directory / "batches.sqlite")) as trainer,
@@ -168,12 +170,12 @@ def _measure(fleet: Fleet, servers: ScriptedServers, directory: Path, seconds: f
         Tracer(directory / "rollout.spans.jsonl", "rollout") as tracer,
     ):
         actor = Actor(build_actor_config(recipe, prompts), pool, environment, grader, prompts)
-        loop = RolloutLoop(actor, pool, recipe_schedule(recipe), trainer, trainer, tracer, partials)
+        rollouts = RolloutLoop(actor, pool, recipe_schedule(recipe), trainer, trainer, tracer, partials)
         while len(pool.names) < fleet.num_servers or pool.num_engines < fleet.num_servers:
             pool.wait_for_member()
             pool.step()
         marks = _Marks(servers, trainer, warm_up_s, seconds)
-        loop.run(marks.have_passed)
+        rollouts.run(marks.have_passed)
     return _row(fleet, *marks.passed)
 
 
@@ -197,8 +199,8 @@ def _row(fleet: Fleet, before: _Mark, after: _Mark) -> dict[str, Any]:
     }
 
 
-def _connect(url: str, ended: threading.Event) -> HTTPGenerator:
-    return HTTPGenerator(url, ended=ended)
+def _connect(loop: EventLoopThread, url: str, notify: Callable[[], object]) -> HTTPGenerator:
+    return HTTPGenerator(url, notify=notify, loop=loop)
 
 
 def _recipe(fleet: Fleet) -> Recipe:

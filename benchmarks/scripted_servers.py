@@ -191,7 +191,9 @@ def _serve(engines_of: tuple[int, int, float, int], cores: Sequence[int], connec
 async def _serve_all(engines: Sequence[ScriptedEngine], length: int, connection: Connection) -> None:
     path = load_recipe(DEMO_RECIPE, []).model.path
     tokenizer = load_tokenizer(path)
-    model = ServedModel("scripted", tokenizer, (0,), vocab_size=64, max_length=2 * length, max_tokens=length, max_samples=1)
+    model = ServedModel(
+        "scripted", tokenizer, (0,), vocab_size=64, max_length=2 * length, max_tokens=length, max_samples=1
+    )
     listeners, servers = [], []
     for engine in engines:
         listener = socket.create_server((_HOST, 0), backlog=128)
@@ -201,9 +203,7 @@ async def _serve_all(engines: Sequence[ScriptedEngine], length: int, connection:
         servers.append(_Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30)))
     connection.send([f"http://{_HOST}:{listener.getsockname()[1]}" for listener in listeners])
     Thread(target=_tell_figures, args=(engines, connection), daemon=True).start()
-    await asyncio.gather(
-        *(server.serve([listener]) for server, listener in zip(servers, listeners, strict=True))
-    )
+    await asyncio.gather(*(server.serve([listener]) for server, listener in zip(servers, listeners, strict=True)))
 
 
 class _Server(uvicorn.Server):

@@ -175,7 +175,7 @@ def test_one_event_waits_for_several_clients(start_server: StartServer) -> None:
     ended = threading.Event()
     with ExitStack() as stack:
         clients = [
-            stack.enter_context(HTTPGenerator(start_server().url, ended=ended, chunk_tokens=24)) for _ in range(2)
+            stack.enter_context(HTTPGenerator(start_server().url, notify=ended.set, chunk_tokens=24)) for _ in range(2)
         ]
         for client in clients:
             client.add(requests(1))
@@ -286,7 +286,7 @@ def test_wish_survives_lost_connections(
 
 def test_event_tells_that_weights_were_adopted(start_server: StartServer) -> None:
     server, ended = start_server(), threading.Event()
-    with HTTPGenerator(server.url, ended=ended) as client:
+    with HTTPGenerator(server.url, notify=ended.set) as client:
         client.adopt(1)
         server.driver.stage(incoming(1, NEW))
         assert ended.wait(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -17,6 +16,7 @@ from midflight.concurrency.background import run_in_background
 from midflight.errors import RequestError
 from midflight.generation import members
 from midflight.generation.client import HTTPGenerator
+from midflight.generation.news import News
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.models.loading import weights_of
 from midflight.protocols import IncomingWeights
@@ -66,11 +66,11 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         yield fleet_of_one()
         return
     start_server = request.getfixturevalue("start_server")
-    ended = threading.Event()
-    fleet = Fleet(EnginePool(0, run=run_in_background, ended=ended))
+    news = News()
+    fleet = Fleet(EnginePool(0, run=run_in_background, news=news))
     for name in ("one", "two", "three"):
         server = started(start_server)
-        join(fleet.pool, name, server.url, ended)
+        join(fleet.pool, name, server.url, news)
         fleet.stage.append(server.driver.stage)
     while fleet.pool.num_engines < 3:
         fleet.pool.step()
@@ -192,20 +192,20 @@ def test_embedded_update_matches_the_engine_token_by_token() -> None:
     assert not pool.num_in_flight
 
 
-def join(pool: EnginePool, name: str, url: str, ended: threading.Event) -> None:
-    server = HTTPGenerator(url, chunk_tokens=1, ended=ended, lineage=LINEAGE)
+def join(pool: EnginePool, name: str, url: str, news: News) -> None:
+    server = HTTPGenerator(url, chunk_tokens=1, notify=news.notifier(name), lineage=LINEAGE)
     pool.join(name, server, server.close)
 
 
 def test_joiner_without_weights_delays_no_update(start_server: StartServer, notes: Notes) -> None:
     """A server that the trainer cannot reach keeps its old weights: it gets no requests, and nobody waits for it."""
-    ended = threading.Event()
+    news = News()
     good, other = started(start_server), start_server()
-    with closing(EnginePool(0, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool:
-        join(pool, "good", good.url, ended)
+    with closing(EnginePool(0, run=run_in_background, news=news, hooks=notes.hooks)) as pool:
+        join(pool, "good", good.url, news)
         while not pool.wait_for_member():
             pass
-        join(pool, "other", other.url, ended)
+        join(pool, "other", other.url, news)
         pool.add(requests(4, LONG))
         done = 0
         for version in (1, 2, 3):
@@ -225,11 +225,11 @@ def test_late_server_is_set_aside_until_it_has_caught_up(
 ) -> None:
     """Its rollouts continue on the other server with their tokens, until the late one has the newest weights."""
     monkeypatch.setattr(members, "PATIENCE_S", 0.1)
-    ended = threading.Event()
+    news = News()
     good, late = started(start_server), started(start_server)
-    with closing(EnginePool(0, run=run_in_background, ended=ended, hooks=notes.hooks)) as pool:
-        join(pool, "good", good.url, ended)
-        join(pool, "late", late.url, ended)
+    with closing(EnginePool(0, run=run_in_background, news=news, hooks=notes.hooks)) as pool:
+        join(pool, "good", good.url, news)
+        join(pool, "late", late.url, news)
         while pool.num_engines < 2:
             pool.step()
         late.http.post("/pause")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -68,11 +69,14 @@ def test_a_frame_that_is_no_message_ends_the_connection_only(start_server: Start
 
 def test_arrays_of_different_lengths_are_refused(start_server: StartServer) -> None:
     server = start_server()
-    tokens = GeneratedTokens(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32))
+    tokens = GeneratedTokens(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
     (request,) = requests(1)
+    message = msgspec.msgpack.decode(encode(Add(1, [Request.of(replace(request, generated=tokens))], 1, None, 0)))
+    *_, arrays = message["requests"][0]
+    arrays[1] = arrays[1][:4]
     with connected(server) as connection:
-        connection.send(encode(Add(1, [Request.of(replace(request, generated=tokens))], 1, None, 0)))
-        with pytest.raises(ConnectionClosed, match="different lengths"):
+        connection.send(encode(message))
+        with pytest.raises(ConnectionClosed, match="not arrays of the same length"):
             connection.recv(30)
 
 

@@ -30,6 +30,7 @@ class Intervals:
 
     grades_s: float = 0.01  # exchange responses for grades, while rollouts are in flight
     save_s: float = 0.1  # write the rollouts in flight to the partial-rollout buffer
+    max_save_share: float = 0.05  # of the time of the loop: with thousands of rollouts, saves are further apart
 
 
 class BatchSink(Protocol):
@@ -122,9 +123,8 @@ class RolloutLoop:
         handed_over = iterate(self._schedule, self._actor.ledger, self)
         if self._evaluation and not self._update_pending:
             self._evaluation.step(self._generator.weight_version)
-        if (now_s := time.monotonic()) >= self._next_save_s:
-            self._save()
-            self._next_save_s = now_s + self._intervals.save_s
+        if time.monotonic() >= self._next_save_s:
+            self._save_and_plan_next()
         if not self._generator.num_in_flight and not handed_over:
             self._wait()
 
@@ -213,6 +213,12 @@ class RolloutLoop:
         """Count an update if one has just ended."""
         if self._stats.note_version(self._generator.weight_version):
             self._actor.note_update()
+
+    def _save_and_plan_next(self) -> None:
+        started_s = time.monotonic()
+        self._save()
+        took_s = time.monotonic() - started_s
+        self._next_save_s = started_s + max(self._intervals.save_s, took_s / self._intervals.max_save_share)
 
     def _save(self) -> None:
         if self._partials is None:

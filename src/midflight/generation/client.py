@@ -1,6 +1,6 @@
 """HTTPGenerator: a Generator over an HTTP server.
 
-consumes       the messages of a rollout stream, and the answers to POST /adopt, each in a thread of its own
+consumes       the messages of a rollout stream, and the answers to POST /adopt, in the thread of an event loop
 waits for      add, abort: the server's answer; step: a completion, at most STEP_S; adopt: nothing
 unblocked by   the answer or completion; a lost connection
 
@@ -10,19 +10,18 @@ can be resumed on another server. New weights reach the server on their own; `ad
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, Self
 
 import httpx
 
+from midflight.concurrency.event_loop import Coroutines, EventLoopThread
 from midflight.errors import GenerationLostError, ModelError, RequestError
 from midflight.generation.adoption import Adoption
 from midflight.generation.answers import reason_of, refusal_of
-from midflight.generation.background_client import BackgroundClient
 from midflight.generation.rollout_stream import RolloutStream
 from midflight.generation.schemas import Model, ModelList, Status
-from midflight.protocols import NO_VERSION
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
 from midflight.weights.engine_control import PROTOCOL
 
@@ -36,9 +35,10 @@ class HTTPGenerator:
     """Implements Generator over a server. Close it, or use it in a `with` block.
 
     `chunk_tokens`: tokens per chunk of the stream; `generated` may lag behind the server by this many tokens.
-    `timeout_s`: for an answer. `ended`: an event, set when `step` has something to return or raise, or `weight_version`
-    has changed; with it, `step` never waits, so that a pool can wait for several generators at once. `lineage`: of the
-    weights that may be sampled with; None: the lineage of the server's weights.
+    `timeout_s`: for an answer. `notify`: called from another thread when `step` has something to return or raise, or
+    `weight_version` has changed; with it, `step` never waits, so that a pool can wait for several generators at once.
+    `lineage`: of the weights that may be sampled with; None: the lineage of the server's weights. `loop`: event loop,
+    shared with other generators; None: one of its own.
 
     `weight_version` is -1 while the weights are of another lineage. If the server has restarted since and its weights
     are older, it refuses requests.
@@ -53,35 +53,36 @@ class HTTPGenerator:
         admin_token: str | None = None,
         chunk_tokens: int = 16,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        ended: threading.Event | None = None,
+        notify: Callable[[], object] | None = None,
         lineage: str | None = None,
+        loop: EventLoopThread | None = None,
     ) -> None:
         self._chunk_tokens, self._lineage = chunk_tokens, lineage
-        self._step_s = STEP_S if ended is None else 0.0
+        self._step_s = STEP_S if notify is None else 0.0
+        notify = notify or _ignore
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
-        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
-        # Proxy settings of the environment do not apply to the machines of a run.
-        options: dict[str, Any] = {
-            "base_url": base_url, "headers": headers, "timeout": timeout_s, "limits": limits, "trust_env": False
-        }  # fmt: skip
         try:
-            self._control = httpx.Client(**options)
+            # Proxy settings of the environment do not apply to the machines of a run.
+            self._http = httpx.AsyncClient(
+                base_url=base_url,
+                headers=headers,
+                timeout=timeout_s,
+                limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+                trust_env=False,
+            )
         except httpx.InvalidURL as error:
             raise GenerationLostError(f"{base_url} is not a URL: {error}") from error
+        self._loop, self._owns_loop = loop or EventLoopThread("http-generator"), loop is None
+        self._coroutines = Coroutines(self._loop)
+        self._adoption = Adoption(self._http, self._coroutines, lineage, timeout_s, notify)
+        self._stream = RolloutStream(base_url, headers, timeout_s, self._coroutines, notify, self._adoption.learn)
         try:
             health = self._health()
+            if lineage in (None, health.lineage):
+                self._adoption.weight_version = health.weight_version
+            self._stream.connect()
         except BaseException:
-            self._control.close()
-            raise
-        ended = ended or threading.Event()
-        version = health.weight_version if lineage in (None, health.lineage) else NO_VERSION
-        self._client = BackgroundClient(options, timeout_s)
-        self._adoption = Adoption(self._client, lineage, version, timeout_s, ended)
-        try:
-            self._stream = RolloutStream(base_url, headers, timeout_s, ended, self._adoption.learn)
-        except BaseException:
-            self._client.hang_up()
-            self._control.close()
+            self.close()
             raise
 
     @property
@@ -141,13 +142,15 @@ class HTTPGenerator:
         try:
             return model_of(answer)
         except ValueError as error:
-            raise GenerationLostError(f"{self._control.base_url} does not answer like a `midflight serve`") from error
+            raise GenerationLostError(f"{self._http.base_url} does not answer like a `midflight serve`") from error
 
     def close(self) -> None:
         """Disconnect. The server aborts the requests in flight; `abort` still returns the tokens that had arrived."""
-        if self._client.hang_up():
-            self._stream.close(GenerationLostError(f"{self._control.base_url}: closed"))
-            self._control.close()
+        if not self._coroutines.close(self._disconnect):
+            return
+        self._stream.fail(GenerationLostError(f"{self._http.base_url}: closed"))
+        if self._owns_loop:
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,19 +163,29 @@ class HTTPGenerator:
         protocol = answer.get("protocol") if isinstance(answer, dict) else None
         if protocol != PROTOCOL:
             raise ModelError(
-                f"{self._control.base_url} follows version {protocol} of the protocol, and this client version"
+                f"{self._http.base_url} follows version {protocol} of the protocol, and this client version"
                 f" {PROTOCOL}; install the same midflight for both"
             )
         return Status.model_validate(answer)
 
     def _get(self, path: str) -> Any:
         try:
-            response = self._control.get(path)
+            response = self._coroutines.submit(self._http.get(path)).result()
             if not response.is_success:
                 raise refusal_of(response)
             return response.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise GenerationLostError(f"{self._control.base_url.join(path)}: {reason_of(error)}") from error
+            raise GenerationLostError(f"{self._http.base_url.join(path)}: {reason_of(error)}") from error
+        except CancelledError as error:
+            raise GenerationLostError(f"{self._http.base_url}: closed") from error
+
+    async def _disconnect(self) -> None:
+        self._stream.disconnect()
+        await self._http.aclose()
+
+
+def _ignore() -> None:
+    """Nobody waits for this generator."""
 
 
 def model_of(answer: object) -> Model:

@@ -10,8 +10,7 @@ does not wait for it and does not drop it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -45,7 +44,7 @@ class Member:
     has_joined: bool = False
     was_behind: bool = False  # the log has said that it must catch up
     has_served: bool = False  # it has completed a request
-    leave_reason: str | None = None  # set: it gets no more requests and leaves after the last one
+    leave_reason: str | None = None  # set by `Members.retire`: it gets no more requests and leaves after the last one
     recall: Future[list[Completion]] | None = None  # the abort that takes its requests back, after it was set aside
     requests: dict[RolloutId, GenerationRequest] = field(default_factory=dict)
 
@@ -66,29 +65,33 @@ class Members:
     `newest_version`: the version that the members were last asked to adopt.
     """
 
-    def __init__(
-        self,
-        version: int,
-        run: Runner,
-        ended: threading.Event | None,
-        clock: Callable[[], float],
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, version: int, clock: Callable[[], float], patience_s: float = PATIENCE_S) -> None:
         """Create an empty set of members.
 
-        `version`: members sample with this version or a newer one. `ended`: event to set when a background call has
-        ended. `patience_s`: time for which most members have a version before the others are late.
+        `version`: members sample with this version or a newer one. `patience_s`: time for which most members have a
+        version before the others are late.
         """
         self.weight_version = self.newest_version = version
         self._by_name: dict[str, Member] = {}
-        self._run, self._ended, self._clock, self._patience_s = run, ended, clock, patience_s
+        self._clock, self._patience_s = clock, patience_s
         self._wishes: list[_Wish] = []  # versions that a sampling member may lack
+        self._open: list[Member] | None = None  # None: to be counted again
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_name.values()))
 
+    def __contains__(self, member: Member) -> bool:
+        return self._by_name.get(member.name) is member
+
     def get(self, name: str) -> Member | None:
         return self._by_name.get(name)
+
+    def of(self, names: Iterable[str]) -> list[Member]:
+        """Return the members with these names, in the order in which they joined; other names are ignored."""
+        wanted = set(names)
+        if len(wanted) < 2:
+            return [self._by_name[name] for name in wanted if name in self._by_name]
+        return [member for name, member in self._by_name.items() if name in wanted]
 
     def add(self, member: Member) -> None:
         """Add a member and ask it to adopt the newest version."""
@@ -98,12 +101,20 @@ class Members:
 
     def remove(self, member: Member) -> bool:
         """Remove a member; return False if it was removed before."""
+        self._open = None
         return self._by_name.pop(member.name, None) is not None
 
+    def retire(self, member: Member, reason: str) -> None:
+        """Give a member no more requests, so that it leaves after the last one."""
+        member.leave_reason = reason
+        self._open = None
+
     @property
-    def open(self) -> list[Member]:
+    def open(self) -> Sequence[Member]:
         """The members that accept requests."""
-        return [member for member in self if member.samples and member.leave_reason is None]
+        if self._open is None:
+            self._open = [member for member in self if member.samples and member.leave_reason is None]
+        return self._open
 
     def adopt(self, version: int) -> None:
         """Ask every member to adopt this version; no effect if it is not newer than the version asked for last."""
@@ -114,26 +125,16 @@ class Members:
         for member in self:
             member.generator.adopt(version)
 
-    def run(self, function: Callable[[], T]) -> Future[T]:
-        """Execute a call that may block; set `ended` when it is done."""
-        future = self._run(function)
-        if self._ended is not None:
-            ended = self._ended
-            future.add_done_callback(lambda _: ended.set())
-        return future
-
-    def read_versions(self) -> list[Member]:
-        """Read the versions of all members; let those that are new enough sample, and return the ones that begin to."""
-        for member in self:
+    def read_versions(self, members: Sequence[Member]) -> list[Member]:
+        """Read the versions of these members; let those that are new enough sample, and return those that begin to."""
+        started = []
+        for member in members:
             member.version = max(member.version, member.generator.weight_version)
-        started = [
-            member
-            for member in self
-            if not member.samples and member.recall is None and member.version >= self.weight_version
-        ]
-        for member in started:
-            member.samples = True
-        self._count_sampling()
+            if not member.samples and member.recall is None and member.version >= self.weight_version:
+                member.samples = True
+                started.append(member)
+        if members:
+            self._count_sampling()
         return started
 
     def set_aside_late(self) -> list[Member]:
@@ -142,6 +143,8 @@ class Members:
         A member is late if most sampling members have had a version that it lacks for `patience_s`, or one of them for
         twice as long.
         """
+        if not self._wishes:
+            return []
         sampling = [member for member in self if member.samples]
         now_s = self._clock()
         for wish in self._wishes:
@@ -166,6 +169,7 @@ class Members:
         )
 
     def _count_sampling(self) -> None:
+        self._open = None
         versions = [member.version for member in self if member.samples]
         self.weight_version = max(self.weight_version, min(versions, default=self.weight_version))
         self._wishes = [wish for wish in self._wishes if wish.version > self.weight_version]

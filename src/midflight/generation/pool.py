@@ -1,8 +1,8 @@
 """EnginePool: any number of Generators as one. Members may join and leave while requests are in flight.
 
 consumes       completions of the members; unfinished requests of members that left
-waits for      a completion, at most STEP_S; only if the members are remote
-unblocked by   a completion; a member that has adopted new weights
+waits for      news of a member, at most STEP_S; only if the members are remote
+unblocked by   a completion; a member that is lost or has adopted new weights
 
 The pool holds no weights: `adopt` tells the members which version to sample with, and the tensors reach each member on
 their own.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +26,7 @@ from typing import TypeVar
 from midflight.concurrency.background import run_at_once
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
 from midflight.generation.members import PATIENCE_S, Member, Members, Runner
+from midflight.generation.news import News
 from midflight.generation.placement import Placement
 from midflight.protocols import NO_VERSION, Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
@@ -69,7 +69,7 @@ class EnginePool:
         version: int,
         *,
         run: Runner = run_at_once,
-        ended: threading.Event | None = None,
+        news: News | None = None,
         hooks: PoolHooks = PoolHooks(),
         patience_s: float = PATIENCE_S,
         join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
@@ -78,11 +78,12 @@ class EnginePool:
         """Create a pool without members.
 
         `version`: members sample with this version or a newer one. `run`: `run_in_background` for remote members.
-        `ended`: the event that remote members set when they have a completion or have adopted new weights.
+        `news`: where remote members tell of completions, losses and new weights; None: every step asks all members.
         `patience_s`: time for which most members have new weights before the others are late.
         """
-        self._members = Members(version, run, ended, clock, patience_s)
-        self._ended, self._hooks, self._join_timeout_s, self._clock = ended, hooks, join_timeout_s, clock
+        self._members = Members(version, clock, patience_s)
+        self._run, self._news, self._hooks = run, news, hooks
+        self._join_timeout_s, self._clock = join_timeout_s, clock
         self._owners: dict[RolloutId, Member] = {}
         self._waiting: dict[RolloutId, GenerationRequest] = {}
         self._completed: list[Completion] = []
@@ -114,13 +115,16 @@ class EnginePool:
         `hang_up`: disconnects without waiting for the member; `abort` must then return the tokens that had arrived.
         `check`: asks the member for a sign of life; raises an error if there is none.
         """
-        self._members.add(Member(name, generator, hang_up, check))
-        self._follow_versions()
+        member = Member(name, generator, hang_up, check)
+        self._members.add(member)
+        self._follow_versions([member])
+        if self._news is not None:  # what the member told before it joined was ignored
+            self._news.notifier(name)()
 
     def leave(self, name: str, reason: str) -> None:
         """Give a member no more requests and remove it after its last one; an unknown name is ignored."""
         if member := self._members.get(name):
-            member.leave_reason = reason
+            self._members.retire(member, reason)
             self._drop_if_done(member)
 
     def lose(self, name: str, reason: str) -> None:
@@ -180,10 +184,9 @@ class EnginePool:
 
     def step(self) -> list[Completion]:
         self._hooks.discover(self)
-        completions = self._advance()
-        if self._ended is not None and not completions:
-            self._ended.wait(STEP_S)
-            completions = self._advance()
+        completions = self._advance(0.0)
+        if self._news is not None and not completions:
+            completions = self._advance(STEP_S)
         self._check_join_timeout()
         return completions
 
@@ -196,7 +199,7 @@ class EnginePool:
             if rollout_id in self._owners:
                 by_member.setdefault(self._owners[rollout_id], []).append(rollout_id)
         for member, ids in by_member.items():
-            member.recall = self._members.run(functools.partial(member.generator.abort, ids))
+            member.recall = self._start(member, functools.partial(member.generator.abort, ids))
         aborted: list[Completion] = []
         for member in by_member:
             assert member.recall is not None
@@ -220,19 +223,21 @@ class EnginePool:
         if not self.num_in_flight:
             self._idle_version = max(self._idle_version, version)
         self._members.adopt(version)
-        self._follow_versions()
+        self._follow_versions(list(self._members))
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def _follow_versions(self) -> None:
-        for member in self._members.read_versions():
+    def _follow_versions(self, changed: Sequence[Member]) -> None:
+        """Read the versions of these members, and set aside the members that are late."""
+        for member in self._members.read_versions(changed):
             if not member.has_joined:
                 member.has_joined = True
                 self._hooks.log(member.name, f"joined with weights of version {member.version}")
-        for member in self._members.set_aside_late():
+        late = self._members.set_aside_late()
+        for member in late:
             if member.requests:
-                member.recall = self._members.run(functools.partial(member.generator.abort, list(member.requests)))
-        for member in self._members:
+                member.recall = self._start(member, functools.partial(member.generator.abort, list(member.requests)))
+        for member in (*changed, *late):
             if member.version != NO_VERSION and not member.samples and not member.was_behind:
                 member.was_behind = True  # log this once per member, because it may happen at every update
                 self._hooks.log(
@@ -242,6 +247,14 @@ class EnginePool:
                 )
             if member.recall is not None and member.recall.done():
                 self._finish_recall(member)
+
+    def _start(self, member: Member, function: Callable[[], T]) -> Future[T]:
+        """Execute a call of a member that may block; its end is news of the member."""
+        future = self._run(function)
+        if self._news is not None:
+            notify = self._news.notifier(member.name)
+            future.add_done_callback(lambda _: notify())
+        return future
 
     def _finish_recall(self, member: Member) -> None:
         """Wait for the requests of a member that was set aside, and let them wait for another member."""
@@ -254,6 +267,8 @@ class EnginePool:
             return
         member.recall = None
         self._handle(recalled)
+        if self._news is not None:  # the member's news during the recall was ignored
+            self._news.notifier(member.name)()
         self._drop_if_done(member)
 
     def _answer(self, member: Member, answer: Future[T]) -> T:
@@ -264,7 +279,7 @@ class EnginePool:
         while True:
             with contextlib.suppress(TimeoutError):
                 return answer.result(CHECK_S)
-            check = self._members.run(member.check)
+            check = self._run(member.check)
             try:
                 check.result(CHECK_S)
             except (MidflightError, TimeoutError) as error:
@@ -281,7 +296,7 @@ class EnginePool:
         while batches := self._assign():
             for member, batch in batches.items():
                 try:
-                    self._answer(member, self._members.run(functools.partial(member.generator.add, batch)))
+                    self._answer(member, self._start(member, functools.partial(member.generator.add, batch)))
                 except RequestError as error:
                     if any(request.rollout_id in (added or ()) for request in batch):
                         raise
@@ -289,7 +304,7 @@ class EnginePool:
                     continue
                 except _LOST as error:
                     # A stopped member still hands over its requests in `step`; a member that is gone fails there.
-                    member.leave_reason = str(error)
+                    self._members.retire(member, str(error))
                     self._drop_if_done(member)
                     continue
                 for request in batch:
@@ -306,31 +321,36 @@ class EnginePool:
             return {}
         return self._placement.assign(self._waiting, members, self._members.newest_version)
 
-    def _advance(self) -> list[Completion]:
-        if self._ended is not None:
-            self._ended.clear()  # before the members are asked, so that the next wait sees any later event
-        self._follow_versions()
-        for member in self._members:
-            if member.recall is None:
+    def _advance(self, timeout_s: float) -> list[Completion]:
+        members = list(self._members) if self._news is None else self._members.of(self._news.take(timeout_s))
+        self._follow_versions(members)
+        for member in members:
+            if member in self._members and member.recall is None:
                 self._collect(member)
-        self._follow_versions()
+        self._follow_versions([member for member in members if member in self._members])
         self._place()
         completed, self._completed = self._completed, []
         return completed
 
     def _collect(self, member: Member) -> None:
+        """Take a member's completions. A member that tells of news is asked until it has told everything."""
+        while self._collect_once(member) and self._news is not None and member in self._members:
+            pass
+
+    def _collect_once(self, member: Member) -> bool:
         try:
             completions = member.generator.step()
         except _LOST as error:
             self._drop(member, str(error))
-            return
+            return False
         for completion in completions:
             if completion.finish_reason is FinishReason.ABORT:  # not aborted by the pool
-                member.leave_reason = member.leave_reason or "it was stopped"
+                self._members.retire(member, member.leave_reason or "it was stopped")
             else:
                 member.has_served = True
         self._handle(completions)
         self._drop_if_done(member)
+        return bool(completions)
 
     def _handle(self, completions: Sequence[Completion]) -> None:
         """Queue finished requests for `step` to return; aborted requests wait for a member again."""

@@ -1,7 +1,7 @@
 """The client's end of the rollout stream: requests in flight at one server, and the tokens that have arrived.
 
 consumes       messages of the server, in the thread of the event loop
-waits for      add, abort: the server's reply
+waits for      open, abort: the server's reply
 unblocked by   the reply; a lost connection; close
 
 Tokens arrive in chunks during generation, so that a lost server loses only the tokens of unfinished chunks.
@@ -14,13 +14,12 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from midflight.concurrency.event_loop import EventLoopThread
+from midflight.concurrency.event_loop import Coroutines
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, RequestError
 from midflight.generation.stream_messages import (
     PATH,
@@ -30,6 +29,7 @@ from midflight.generation.stream_messages import (
     FromClient,
     Reply,
     Request,
+    Tokens,
     decode_from_server,
     encode,
 )
@@ -40,43 +40,56 @@ _MAX_TOKENS_PER_MESSAGE = 1 << 17  # a message stays far below the limits of ser
 _REQUEST_TOKENS = 64  # size of a request besides its tokens, in tokens
 
 
-@dataclass(slots=True)
 class _Running:
     """One request in flight and the tokens that have arrived."""
 
-    parts: list[GeneratedTokens]
-    num_repeated: int  # tokens that came with the request and that the server has yet to repeat
-    finish_reason: FinishReason | None = None
-    failure: MidflightError | None = None
-
-    @classmethod
-    def of(cls, request: GenerationRequest) -> _Running:
+    def __init__(self, request: GenerationRequest) -> None:
         known = request.generated
-        return cls([known], len(known)) if known else cls([], 0)
+        self._parts = [known] if known else []
+        self._num_joined = len(known) if known else 0  # tokens in `_parts`
+        self._num_repeated = self._num_joined  # tokens that came with the request and that the server has yet to repeat
+        self._arrived: list[Tokens] = []  # after `_parts`; joined when they are asked for, many chunks at a time
+        self.finish_reason: FinishReason | None = None
+        self.failure: MidflightError | None = None
 
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
     def generated(self, start: int = 0) -> GeneratedTokens:
-        if len(self.parts) != 1:
-            self.parts = [GeneratedTokens.joined(self.parts)]
-        return self.parts[0].part(start)
+        if self._arrived:
+            self._append(Tokens.joined(self._arrived))
+            self._arrived = []
+        if not self._parts:
+            return GeneratedTokens.none()
+        last = self._parts[-1]
+        start_of_last = self._num_joined - len(last)
+        if start >= start_of_last:
+            return last.part(start - start_of_last)
+        self._parts = [GeneratedTokens.joined(self._parts)]
+        return self._parts[0].part(start)
 
-    def add(self, tokens: GeneratedTokens) -> GeneratedTokens:
-        """Add tokens; return the ones that are new."""
-        known = min(self.num_repeated, len(tokens))
-        self.num_repeated -= known
-        new = tokens.part(known)
-        if len(new):
-            self.parts.append(new)
-        return new
+    def add(self, tokens: Tokens) -> bool:
+        """Add tokens; return True if some are new."""
+        if not self._num_repeated:
+            self._arrived.append(tokens)
+            return len(tokens) > 0
+        num_known = min(self._num_repeated, len(tokens))
+        self._num_repeated -= num_known
+        if num_known < len(tokens):
+            self._append(tokens.generated().part(num_known))
+        return num_known < len(tokens)
+
+    def _append(self, part: GeneratedTokens) -> None:
+        self._parts.append(part)
+        self._num_joined += len(part)
 
 
 class RolloutStream:
     """Requests in flight at one server. Thread-safe.
 
-    `ended`: event to set when a request has ended. `learn`: receives the weight version of new tokens.
+    `coroutines`: of the owner, who closes them. `notify`: called when a request has ended or is lost. `learn`: receives
+    the weight version of new tokens.
     """
 
     def __init__(
@@ -84,12 +97,15 @@ class RolloutStream:
         base_url: str,
         headers: Mapping[str, str],
         timeout_s: float,
-        ended: threading.Event,
+        coroutines: Coroutines,
+        notify: Callable[[], object],
         learn: Callable[[int], object],
     ) -> None:
-        """Connect. Raises: GenerationLostError if the server cannot be reached or refuses the connection."""
+        """Prepare; `connect` comes before any other call."""
+        self._headers = headers
+        self._connection: ClientConnection | None = None
         self._url = f"ws{base_url.removeprefix('http').rstrip('/')}{PATH}"
-        self._timeout_s, self._ended, self._learn = timeout_s, ended, learn
+        self._timeout_s, self._coroutines, self._notify, self._learn = timeout_s, coroutines, notify, learn
         self._running: dict[RolloutId, _Running] = {}
         self._finished: dict[RolloutId, None] = {}  # of the running ones; so that no call looks at all of them
         self._failed: dict[RolloutId, None] = {}
@@ -97,13 +113,11 @@ class RolloutStream:
         self._replies: dict[int, Future[None]] = {}  # by the number of the message
         self._numbers = itertools.count()
         self._lost: MidflightError | None = None
-        self._loop = EventLoopThread("rollout stream")
-        try:
-            self._connection = self._loop.submit(self._connect(headers)).result()
-        except BaseException:
-            self._loop.close(_nothing)
-            raise
-        self._loop.submit(self._read())
+
+    def connect(self) -> None:
+        """Connect. Raises: GenerationLostError if the server cannot be reached or refuses the connection."""
+        self._connection = self._coroutines.submit(self._connect()).result()
+        self._coroutines.submit(self._read(self._connection))
 
     def __len__(self) -> int:
         return len(self._running)
@@ -120,7 +134,7 @@ class RolloutStream:
                 if request.rollout_id in self._running:
                     raise RequestError(f"request {request.rollout_id} is in flight already")
             # Now, because tokens may arrive before the reply.
-            self._running |= {request.rollout_id: _Running.of(request) for request in requests}
+            self._running |= {request.rollout_id: _Running(request) for request in requests}
         calls = [
             (part, self._call(lambda number, part=part: _add(number, part, chunk_tokens, lineage, min_version)))  # type: ignore[misc]
             for part in _parts(requests)
@@ -175,12 +189,21 @@ class RolloutStream:
                     running.failure = failure
                     self._failed[key] = None
             self._changed.notify_all()
-        self._ended.set()
+        self._notify()
 
-    def close(self, failure: MidflightError) -> None:
-        """Disconnect; fail all requests and waiting calls with this error."""
-        if self._loop.close(self._hang_up):
-            self._fail(failure)
+    def disconnect(self) -> None:
+        """Disconnect without a farewell, because the server may hang. Call from the event loop."""
+        if self._connection is not None:
+            self._connection.transport.abort()
+
+    def fail(self, failure: MidflightError) -> None:
+        """Fail all requests and waiting calls with this error, and all later calls."""
+        with self._changed:
+            self._lost = self._lost or failure
+            replies, self._replies = list(self._replies.values()), {}
+        self.lose(None, failure)
+        for reply in replies:
+            reply.set_exception(failure)
 
     def _call(self, message: Callable[[int], FromClient]) -> Future[None]:
         """Send a message; the future is done when its reply has come."""
@@ -190,7 +213,7 @@ class RolloutStream:
                 reply.set_exception(self._lost)
                 return reply
             self._replies[number] = reply
-        self._loop.submit(self._send(message(number)))
+        self._coroutines.submit(self._send(message(number)))
         return reply
 
     def _outcome(self, reply: Future[None]) -> MidflightError | None:
@@ -212,22 +235,14 @@ class RolloutStream:
         for each in (self._running, self._finished, self._failed):
             each.pop(rollout_id, None)
 
-    def _fail(self, failure: MidflightError) -> None:
-        with self._changed:
-            self._lost = self._lost or failure
-            replies, self._replies = list(self._replies.values()), {}
-        self.lose(None, failure)
-        for reply in replies:
-            reply.set_exception(failure)
-
     # --- in the thread of the event loop ------------------------------------------------------------------------
 
-    async def _connect(self, headers: Mapping[str, str]) -> ClientConnection:
+    async def _connect(self) -> ClientConnection:
         try:
             # Proxy settings of the environment do not apply to the machines of a run. Tokens do not compress well.
             return await connect(
                 self._url,
-                additional_headers=headers,
+                additional_headers=self._headers,
                 compression=None,
                 max_size=None,
                 open_timeout=self._timeout_s,
@@ -240,24 +255,22 @@ class RolloutStream:
         except (OSError, WebSocketException, ValueError) as error:
             raise GenerationLostError(f"{self._url}: {error or type(error).__name__}") from error
 
-    async def _hang_up(self) -> None:
-        self._connection.transport.abort()  # without a farewell: the server may hang
-
     async def _send(self, message: FromClient) -> None:
+        assert self._connection is not None
         try:
             await self._connection.send(encode(message))
         except (OSError, WebSocketException) as error:
-            self._fail(self._broken(error))
+            self.fail(self._broken(error))
 
-    async def _read(self) -> None:
+    async def _read(self, connection: ClientConnection) -> None:
         try:
-            async for frame in self._connection:
+            async for frame in connection:
                 self._handle(frame if isinstance(frame, bytes) else frame.encode())
-            self._fail(GenerationLostError(f"{self._url}: the stream broke off"))
+            self.fail(GenerationLostError(f"{self._url}: the stream broke off"))
         except asyncio.CancelledError:
             raise
         except (OSError, WebSocketException, msgspec.MsgspecError, ValueError) as error:
-            self._fail(self._broken(error))
+            self.fail(self._broken(error))
 
     def _broken(self, error: Exception) -> GenerationLostError:
         return GenerationLostError(f"{self._url}: the stream broke off: {error or type(error).__name__}")
@@ -289,9 +302,8 @@ class RolloutStream:
                 running = self._running.get(RolloutId(chunk.rollout_id))
                 if running is None:
                     continue
-                new = running.add(chunk.tokens.generated())
-                if len(new):
-                    newest = max(newest, int(new.weight_versions[-1]))
+                if running.add(chunk.tokens):
+                    newest = max(newest, chunk.tokens.last_version())
                 if chunk.finish_reason:
                     running.finish_reason = FinishReason(chunk.finish_reason)
                     self._finished[RolloutId(chunk.rollout_id)] = None
@@ -299,7 +311,7 @@ class RolloutStream:
             if has_ended:
                 self._changed.notify_all()
         if has_ended:
-            self._ended.set()
+            self._notify()
         if newest >= 0:
             self._learn(newest)
 
@@ -323,7 +335,3 @@ def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationReq
         num_tokens += size
     if part:
         yield part
-
-
-async def _nothing() -> None:
-    pass

@@ -5,6 +5,7 @@ Arrays travel as bytes: token ids and weight versions as little-endian int32, lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +19,7 @@ Refusal = Literal["request", "generation"]
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """Sampled tokens."""
+    """Sampled tokens. Raises: ValueError if the arrays do not have the same length."""
 
     token_ids: bytes
     logprobs: bytes
@@ -32,16 +33,29 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
             _int32(generated.weight_versions),
         )
 
-    def generated(self) -> GeneratedTokens:
-        """The tokens as read-only arrays. Raises: ValueError if the arrays do not have the same length."""
-        tokens = GeneratedTokens(
-            np.frombuffer(self.token_ids, "<i4"),
-            np.frombuffer(self.logprobs, "<f4"),
-            np.frombuffer(self.weight_versions, "<i4"),
+    @classmethod
+    def joined(cls, parts: Sequence[Tokens]) -> GeneratedTokens:
+        """Return the tokens of all parts as read-only arrays."""
+        return GeneratedTokens(
+            np.frombuffer(b"".join([part.token_ids for part in parts]), "<i4"),
+            np.frombuffer(b"".join([part.logprobs for part in parts]), "<f4"),
+            np.frombuffer(b"".join([part.weight_versions for part in parts]), "<i4"),
         )
-        if not len(tokens.token_ids) == len(tokens.logprobs) == len(tokens.weight_versions):
-            raise ValueError("token ids, log-probabilities and weight versions have different lengths")
-        return tokens
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.weight_versions) or len(self.token_ids) % 4:
+            raise ValueError("token ids, log-probabilities and weight versions are not arrays of the same length")
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // 4
+
+    def generated(self) -> GeneratedTokens:
+        """Return the tokens as read-only arrays."""
+        return self.joined([self])
+
+    def last_version(self) -> int:
+        """Weight version of the last token; there must be one."""
+        return int.from_bytes(self.weight_versions[-4:], "little", signed=True)
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

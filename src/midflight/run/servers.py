@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,19 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.concurrency.background import run_in_background
+from midflight.concurrency.event_loop import EventLoopThread
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.config.sections import HttpEngineConfig
 from midflight.errors import MidflightError, ModelError, RequestError
 from midflight.generation.client import HTTPGenerator
 from midflight.generation.members import PATIENCE_S
+from midflight.generation.news import News
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.generation.registry import Entry, read_entries
 from midflight.models.loading import load_config
 from midflight.types import GenerationRequest
 from midflight.weights.engine_control import TOKEN_VARIABLE
 
-LOOK_S = 1.0  # interval between two reads of the registry
+READ_S = 1.0  # interval between two reads of the registry
+LOOK_S = 0.05  # interval between two looks at the connections
 # First and last delay between two attempts to connect; the delay doubles after each failure.
 BACKOFF_S = (1.0, 60.0)
 # Interval between two probes of a server: a server that hangs reports no error by itself.
@@ -40,7 +42,8 @@ _ANSWER_TIMEOUT_S = 30.0
 # Patience with servers that load new weights themselves, each in its own time.
 _LOADING_PATIENCE_S = 30.0
 
-Connect = Callable[[str, threading.Event], HTTPGenerator]
+# Connects to the server at a URL; the function is called when the server has news.
+Connect = Callable[[str, Callable[[], object]], HTTPGenerator]
 
 
 @contextmanager
@@ -52,29 +55,33 @@ def server_pool(
     `note`: receives lines for the user.
     """
     assert isinstance(recipe.engine, HttpEngineConfig)
-    ended = threading.Event()
-    servers = Servers(run.engines, functools.partial(connect, recipe, lineage), ended, note)
+    news, loop = News(), EventLoopThread("servers")
+    servers = Servers(run.engines, functools.partial(connect, recipe, lineage, loop), news, note)
     pool = EnginePool(
         version,
         run=run_in_background,
-        ended=ended,
+        news=news,
         hooks=PoolHooks(servers.discover, servers.log, servers.left, functools.partial(_check, recipe)),
         patience_s=PATIENCE_S if recipe.weights.type == "process_group" else _LOADING_PATIENCE_S,
         join_timeout_s=recipe.engine.join_timeout_s,
     )
     if not read_entries(run.engines):
         note(f"waiting for an engine; to start one: midflight serve {run.config} --join {run.path} serve.port=0")
-    with closing(pool):
+    with closing(loop), closing(pool):
         yield pool
 
 
-def connect(recipe: Recipe, lineage: str, url: str, ended: threading.Event) -> HTTPGenerator:
+def connect(
+    recipe: Recipe, lineage: str, loop: EventLoopThread, url: str, notify: Callable[[], object]
+) -> HTTPGenerator:
     """Connect to a server. `lineage`: the lineage of the run's weights.
 
     Raises: GenerationLostError if the server cannot be reached; ModelError if its model or limits do not fit the run.
     """
     token = os.environ.get(TOKEN_VARIABLE)
-    generator = HTTPGenerator(url, admin_token=token, timeout_s=_ANSWER_TIMEOUT_S, ended=ended, lineage=lineage)
+    generator = HTTPGenerator(
+        url, admin_token=token, timeout_s=_ANSWER_TIMEOUT_S, notify=notify, lineage=lineage, loop=loop
+    )
     try:
         _check_fits(recipe, generator)
     except BaseException:
@@ -108,31 +115,36 @@ class Servers:
         self,
         directory: Path,
         connect: Connect,
-        ended: threading.Event,
+        news: News,
         note: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with no servers. `ended` is passed to every generator that is created."""
-        self._directory, self._connect, self._ended, self._note = directory, connect, ended, note
+        """Start with no servers. `news`: of the pool."""
+        self._directory, self._connect, self._news, self._note = directory, connect, news, note
         self._clock = clock
         self._candidates: dict[str, _Candidate] = {}
         self._probes: dict[str, _Probe] = {}
         self._last_logged: dict[str, str] = {}
-        self._next_look_s = -math.inf
+        self._next_look_s = self._next_read_s = -math.inf
 
     def discover(self, pool: EnginePool) -> None:
-        """Let servers join and leave the pool. Cheap: most calls only check the connections being opened."""
+        """Let servers join and leave the pool. Cheap: most calls do nothing."""
         now_s = self._clock()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + LOOK_S
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_S
+        if now_s >= self._next_read_s:
+            self._next_read_s = now_s + READ_S
             self._read_registry(pool)
+        members = pool.names
         for name, candidate in self._candidates.items():
-            if name not in pool.names:
+            if name not in members:
                 self._advance_attempt(name, candidate, pool, now_s)
             elif pool.has_served(name):
                 candidate.delay_s = BACKOFF_S[0]
+        members = pool.names
         for name, probe in list(self._probes.items()):
-            if name in pool.names:
+            if name in members:
                 self._continue_probe(name, probe, pool, now_s)
             else:
                 del self._probes[name]
@@ -175,9 +187,8 @@ class Servers:
     def _advance_attempt(self, name: str, candidate: _Candidate, pool: EnginePool, now_s: float) -> None:
         if candidate.attempt is None:
             if now_s >= candidate.retry_at_s:
-                candidate.attempt = run_in_background(
-                    functools.partial(self._connect, candidate.entry.url, self._ended)
-                )
+                notify = self._news.notifier(name)
+                candidate.attempt = run_in_background(functools.partial(self._connect, candidate.entry.url, notify))
         elif candidate.attempt.done():
             attempt, candidate.attempt = candidate.attempt, None
             self._finish_attempt(name, candidate, attempt, pool, now_s)

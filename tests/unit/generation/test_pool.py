@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from midflight.concurrency.background import run_at_once, run_in_background
 from midflight.errors import GenerationError, GenerationLostError, NonFiniteWeightsError, RequestError
 from midflight.generation.members import PATIENCE_S
+from midflight.generation.news import News
 from midflight.generation.placement import newest_version_of
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.protocols import NO_VERSION
@@ -114,6 +115,32 @@ class FakeEngine:
         return Completion(rollout_id, generated, reason)
 
 
+class RemoteEngine(FakeEngine):
+    """Client of a simulated server that generates by itself, in `tick`, and notifies only of what is new."""
+
+    def __init__(self, arrivals: Arrivals, chunk_tokens: int, holds_back: bool, notify: Callable[[], object]) -> None:
+        super().__init__(arrivals, chunk_tokens, holds_back)
+        self._notify, self._told = notify, self.weight_version
+        self._ended: list[Completion] = []
+        self._failure: Exception | None = None
+
+    def tick(self) -> None:
+        try:
+            ended = super().step()
+        except GenerationLostError as error:
+            ended, self._failure = [], error
+        self._ended += ended
+        if ended or self._failure or self._told != self.weight_version:
+            self._told = self.weight_version
+            self._notify()
+
+    def step(self) -> list[Completion]:
+        if self._failure is not None and not self._ended:
+            raise self._failure
+        ended, self._ended = self._ended, []
+        return ended
+
+
 def tokens_of(rollout_id: int, versions: list[int]) -> GeneratedTokens:
     token_ids = [token(rollout_id, position) for position in range(len(versions))]
     return GeneratedTokens(
@@ -127,18 +154,23 @@ def request(rollout_id: int, num_tokens: int = 8) -> GenerationRequest:
 
 
 class Controls:
-    """A pool with a clock and background calls that the test controls."""
+    """A pool with a clock and background calls that the test controls; with `news`, of remote engines."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, news: News | None = None, **options: object) -> None:
         self.arrivals, self.now_s, self.logged = Arrivals(), 0.0, list[str]()
         self.recalls: list[tuple[Callable[[], None], Future[None]]] | None = None
         hooks = PoolHooks(log=self._log, left=self._log)
-        self.pool = EnginePool(0, run=self._run, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
+        self.news = news
+        self.pool = EnginePool(0, run=self._run, news=news, hooks=hooks, clock=lambda: self.now_s, **options)  # type: ignore[arg-type]
         self.engines: dict[str, FakeEngine] = {}
         self.hold_back = False  # for engines that join later
 
     def join(self, chunk_tokens: int = 1) -> FakeEngine:
-        name, engine = f"e{len(self.engines)}", FakeEngine(self.arrivals, chunk_tokens, self.hold_back)
+        name = f"e{len(self.engines)}"
+        if self.news is None:
+            engine = FakeEngine(self.arrivals, chunk_tokens, self.hold_back)
+        else:
+            engine = RemoteEngine(self.arrivals, chunk_tokens, self.hold_back, self.news.notifier(name))
         self.engines[name] = engine
         self.pool.join(name, engine, engine.hang_up)  # type: ignore[arg-type]
         return engine
@@ -166,11 +198,19 @@ class Controls:
         except Exception as error:
             future.set_exception(error)
 
+    def step(self) -> list[Completion]:
+        for engine in self.engines.values():
+            if isinstance(engine, RemoteEngine) and not engine.hung_up:
+                engine.tick()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("midflight.generation.pool.STEP_S", 0.0)
+            return self.pool.step()
+
     def drain(self) -> dict[int, Completion]:
         done: dict[int, Completion] = {}
         while self.pool.num_in_flight:
             self.now_s += 0.1
-            for completion in self.pool.step():
+            for completion in self.step():
                 assert completion.rollout_id not in done
                 done[completion.rollout_id] = completion
         return done
@@ -663,26 +703,28 @@ def test_a_member_without_a_sign_of_life_is_lost(monkeypatch: pytest.MonkeyPatch
     assert "one" not in pool.names
 
 
-def test_step_waits_once_for_many_remote_members() -> None:
-    """All members set one event, so that a single wait covers them and no event is lost."""
-    ended = threading.Event()
-    pool = EnginePool(0, run=run_in_background, ended=ended)
-    engines = [FakeEngine(Arrivals()) for _ in range(20)]
-    waits = list[float]()
+def test_step_asks_only_members_with_news() -> None:
+    news, asked = News(), list[str]()
+    pool = EnginePool(0, run=run_in_background, news=news)
 
-    class Watched(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0)
-            return True
+    class Watched(FakeEngine):
+        name = ""
 
-    pool._ended = Watched()
-    for index, engine in enumerate(engines):
-        pool.join(str(index), engine)  # type: ignore[arg-type]
-    assert pool.wait_for_member(60)
-    waits.clear()
+        def step(self) -> list[Completion]:
+            asked.append(self.name)
+            return []
+
+    for index in range(20):
+        engine = Watched(Arrivals())
+        engine.name = str(index)
+        pool.join(engine.name, engine)  # type: ignore[arg-type]
     pool.add([request(0)])
-    assert pool.step() == []
-    assert len(waits) == 1
+    pool.step()
+    assert sorted(asked, key=int) == list(map(str, range(20))), "news of members that have just joined may be lost"
+    asked.clear()
+    news.notifier("7")()
+    pool.step()
+    assert asked == ["7"]
 
 
 # Weighted so that the hardest case is frequent: an engine is lost while others have or receive newer weights.
@@ -706,9 +748,10 @@ def test_later_turn_uses_weights_no_older_than_its_prompt() -> None:
 actions = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1000)), min_size=20, max_size=80)
 
 
-@given(actions)
-def test_every_request_completes_once_under_any_events(steps: list[tuple[str, int]]) -> None:
-    controls = Controls(join_timeout_s=1e9)
+@pytest.mark.parametrize("is_remote", [False, True])
+@given(steps=actions)
+def test_every_request_completes_once_under_any_events(is_remote: bool, steps: list[tuple[str, int]]) -> None:
+    controls = Controls(News() if is_remote else None, join_timeout_s=1e9)
     for chunk_tokens in (1, 2, 3):
         controls.join(chunk_tokens)
     controls.defer()
@@ -759,7 +802,7 @@ def test_every_request_completes_once_under_any_events(steps: list[tuple[str, in
                     original = request(completion.rollout_id, lengths[completion.rollout_id])
                     pool.add([replace(original, generated=generated)])
             case "step":
-                take(pool.step())
+                take(controls.step())
         assert pool.weight_version >= seen_version, "the version of the pool went down"
         seen_version = pool.weight_version
         assert pool.num_in_flight == next_id - len(done)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,12 +16,13 @@ import pytest
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import GenerationError, GenerationLostError, ModelError, RecipeError, RunDirectoryError
+from midflight.generation.news import News
 from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.generation.registry import read_entries
 from midflight.run import servers
 from midflight.run.directory import create_run
 from midflight.run.engine_registry import Registration
-from midflight.run.servers import BACKOFF_S, LOOK_S, PROBE_S, Connect, Servers
+from midflight.run.servers import BACKOFF_S, PROBE_S, READ_S, Connect, Servers
 from midflight.testing.fakes import ScriptedGenerator
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
 
@@ -63,8 +63,9 @@ class Controls:
         self.held: list[Callable[[], None]] | None = None  # connection attempts to finish on request; None: at once
         self.refusal: Exception | None = None  # to adopt weights, by servers that are connected from now on
         monkeypatch.setattr(servers, "run_in_background", self._run)
+        monkeypatch.setattr(servers, "LOOK_S", 0.0)  # look at every step
         connect = cast(Connect, self._connect)
-        self.servers = Servers(directory, connect, threading.Event(), self.notes.append, lambda: self.now_s)
+        self.servers = Servers(directory, connect, News(), self.notes.append, lambda: self.now_s)
         hooks = PoolHooks(self.servers.discover, self.servers.log, self.servers.left)
         self.pool = EnginePool(0, hooks=hooks)
 
@@ -73,14 +74,14 @@ class Controls:
         path.write_text(json.dumps({"url": url}))
         os.utime(path, ns=(at, at))
 
-    def discover(self, after_s: float = LOOK_S) -> frozenset[str]:
+    def discover(self, after_s: float = READ_S) -> frozenset[str]:
         """Advance the clock and step twice: the second step sees the attempts that ended in the first."""
         self.now_s += after_s
         self.pool.step()
         self.pool.step()
         return self.pool.names
 
-    def _connect(self, url: str, ended: threading.Event) -> Connected:
+    def _connect(self, url: str, notify: Callable[[], object]) -> Connected:
         self.attempts.append(url)
         if url in self.errors:
             raise self.errors[url]
@@ -115,7 +116,7 @@ def test_registered_servers_join_and_removed_servers_leave(controls: Controls) -
     assert controls.discover() == {"one", "two"}
     assert controls.attempts == ["http://one:1", "http://two:2"]
     (controls.directory / "one.json").unlink()
-    assert controls.discover(after_s=LOOK_S / 2) == {"one", "two"}
+    assert controls.discover(after_s=READ_S / 2) == {"one", "two"}
     assert controls.discover() == {"two"}
     assert [engine.is_closed for engine in controls.connected] == [True, False]
     assert controls.notes == [

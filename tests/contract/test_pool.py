@@ -21,7 +21,7 @@ from midflight.generation.pool import EnginePool, PoolHooks
 from midflight.models.loading import weights_of
 from midflight.protocols import IncomingWeights
 from midflight.testing.tiny_models import tiny_engine, tiny_model
-from midflight.types import Completion, FinishReason, RolloutId
+from midflight.types import Completion, FinishReason, GenerationRequest, RolloutId
 
 if TYPE_CHECKING:
     from contract.conftest import Server, StartServer
@@ -60,6 +60,12 @@ def fleet_of_one() -> Fleet:
     return fleet
 
 
+def check_prompt(request: GenerationRequest) -> None:
+    """Check what the servers would refuse, as a run does: servers answer after `add` has returned."""
+    if not len(request.prompt_token_ids):
+        raise RequestError("a prompt has 0 tokens, not 1 to 32")
+
+
 @pytest.fixture(params=["embedded", "http"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     if request.param == "embedded":
@@ -67,7 +73,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         return
     start_server = request.getfixturevalue("start_server")
     news = News()
-    fleet = Fleet(EnginePool(0, run=run_in_background, news=news))
+    fleet = Fleet(EnginePool(0, run=run_in_background, news=news, hooks=PoolHooks(validate=check_prompt)))
     for name in ("one", "two", "three"):
         server = started(start_server)
         join(fleet.pool, name, server.url, news)
@@ -134,6 +140,19 @@ def test_an_invalid_request_refuses_the_whole_call(pool: EnginePool) -> None:
     assert pool.names
     with pytest.raises(KeyError):
         pool.generated(RolloutId(5))
+
+
+def test_a_server_that_refuses_a_request_leaves(start_server: StartServer, notes: Notes) -> None:
+    """A request that passed the run's own checks is refused only by a server that does not fit the run."""
+    news = News()
+    with closing(EnginePool(0, run=run_in_background, news=news, hooks=notes.hooks)) as pool:
+        join(pool, "one", started(start_server).url, news)
+        pool.add([*requests(1), replace(requests(1, first=1)[0], prompt_token_ids=np.zeros(0, np.int32))])
+        while pool.names:
+            pool.step()
+        assert pool.num_in_flight == 2
+        assert notes.said[-1].endswith("2 rollouts go on elsewhere")
+        assert "0 tokens, not 1 to 32" in notes.said[-1]
 
 
 def test_resumed_requests_match_uninterrupted_ones(pool: EnginePool) -> None:

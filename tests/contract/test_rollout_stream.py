@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Awaitable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from websockets.asyncio.client import ClientConnection as AsyncConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from contract.conftest import Server, StartServer
-from contract.generating import drain, requests
-from midflight.errors import RequestError
+from contract.conftest import RunApp, Server, StartServer
+from contract.generating import LONG, drain, requests
+from midflight.errors import GenerationLostError, RequestError
 from midflight.generation import rollout_stream
 from midflight.generation.client import HTTPGenerator
-from midflight.generation.stream_messages import PATH, Add, Chunk, Chunks, Reply, Request, decode_from_server, encode
-from midflight.types import GeneratedTokens
+from midflight.generation.stream_messages import (
+    PATH,
+    Add,
+    Chunk,
+    Chunks,
+    Reply,
+    Request,
+    Tokens,
+    decode_from_client,
+    decode_from_server,
+    encode,
+)
+from midflight.testing.tiny_models import tiny_engine, tiny_model
+from midflight.types import Completion, FinishReason, GeneratedTokens, RolloutId
 
 
 def connected(server: Server, **headers: str) -> ClientConnection:
@@ -111,3 +127,81 @@ def test_a_large_call_travels_in_several_messages(start_server: StartServer, mon
         server.http.post("/resume")
         client.add(requests(20))
         assert len(drain(client)) == 20
+
+
+class Blocked:
+    """Engine that samples nothing, and with a method that returns when the test releases it."""
+
+    def __init__(self, method: str) -> None:
+        self._engine, self._method = tiny_engine(tiny_model()), method
+        self.released = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            assert self.released.wait(60)
+        return getattr(self._engine, name)
+
+    def step(self) -> list[Completion]:
+        return []
+
+
+@pytest.mark.parametrize("method", ["add", "abort"])
+def test_a_slow_server_is_waited_for_while_it_gives_signs_of_life(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(rollout_stream, "CHECK_S", 0.02)
+    engine, num_pings, ping = Blocked(method), 0, AsyncConnection.ping
+
+    async def counted(self: AsyncConnection) -> Awaitable[float]:
+        nonlocal num_pings
+        num_pings += 1
+        if num_pings == 3:
+            engine.released.set()
+        return await ping(self)
+
+    monkeypatch.setattr(AsyncConnection, "ping", counted)
+    with HTTPGenerator(start_server(engine).url) as client:
+        client.add(requests(2, LONG))
+        assert [completion.finish_reason for completion in client.abort([RolloutId(0)])] == [FinishReason.ABORT]
+        assert num_pings >= 3
+
+
+@pytest.mark.parametrize("method", ["add", "abort"])
+def test_a_server_without_a_sign_of_life_is_lost(
+    server: Server, running: RunApp, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Everything that had arrived is kept; the client does not wait for the timeout of an answer."""
+    monkeypatch.setattr(rollout_stream, "CHECK_S", 0.02)
+    released, health = threading.Event(), server.http.get("/health").content
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": health})
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+            message = decode_from_client((await receive())["bytes"])
+            if method == "abort":
+                one_token = Tokens.of(GeneratedTokens(*(np.ones(1, dtype) for dtype in ("<i4", "<f4", "<i4"))))
+                for answer in (Reply(message.number), Chunks([Chunk(0, one_token, "")])):
+                    await send({"type": "websocket.send", "bytes": encode(answer)})
+                await receive()
+            released.wait(60)  # the event loop hangs
+
+    notified = threading.Event()
+    with running(app) as url:
+        try:
+            with HTTPGenerator(url, notify=notified.set) as client:
+                client.add(requests(1))
+                if method == "abort":
+                    while not len(client.generated(RolloutId(0))):
+                        pass
+                    (aborted,) = client.abort([RolloutId(0)])
+                    assert len(aborted.generated) == 1
+                else:
+                    assert notified.wait(60)
+                    with pytest.raises(GenerationLostError, match="it gives no answer"):
+                        client.step()
+        finally:
+            released.set()

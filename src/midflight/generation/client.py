@@ -10,14 +10,15 @@ can be resumed on another server. New weights reach the server on their own; `ad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, Self
 
 import httpx
 
 from midflight.concurrency.event_loop import Coroutines, EventLoopThread
-from midflight.errors import GenerationLostError, ModelError, RequestError
+from midflight.errors import GenerationLostError, MidflightError, ModelError, RequestError
 from midflight.generation.adoption import Adoption
 from midflight.generation.answers import reason_of, refusal_of
 from midflight.generation.rollout_stream import RolloutStream
@@ -58,7 +59,7 @@ class HTTPGenerator:
         loop: EventLoopThread | None = None,
     ) -> None:
         self._chunk_tokens, self._lineage = chunk_tokens, lineage
-        self._step_s = STEP_S if notify is None else 0.0
+        self._waits = notify is None
         notify = notify or _ignore
         headers = {"Authorization": f"Bearer {admin_token}"} if admin_token else {}
         try:
@@ -99,13 +100,24 @@ class HTTPGenerator:
         return 1
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Add requests; return when the server has accepted all of them.
+        """Add requests. With `notify`, this does not wait for the server; if it refuses one, `step` raises the refusal.
 
         Raises: RequestError if the server refuses one; then none is added.
         """
         if any(request.score_prompt for request in requests):
             raise RequestError("a server scores prompts through /v1/completions with echo, not as rollouts")
-        self._stream.open(requests, self._chunk_tokens, self._lineage, max(0, self.weight_version))
+        accepted = self._stream.open(requests, self._chunk_tokens, self._lineage, max(0, self.weight_version))
+        if self._waits:
+            try:
+                accepted.result()
+            except CancelledError as error:
+                raise GenerationLostError(f"{self._http.base_url}: closed") from error
+            except MidflightError:
+                self._stream.forget(requests)
+                raise
+        else:
+            ids = [request.rollout_id for request in requests]
+            accepted.add_done_callback(functools.partial(self._note_refusal, ids))
 
     def generated(self, rollout_id: RolloutId, start: int = 0) -> GeneratedTokens:
         return self._stream.generated(rollout_id, start)
@@ -116,7 +128,7 @@ class HTTPGenerator:
         Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted; GenerationError
         once if the server has refused `adopt`.
         """
-        completions = self._stream.take_ended(self._step_s)
+        completions = self._stream.take_ended(STEP_S if self._waits else 0.0)
         if not completions and (failure := self._adoption.take_failure()):
             raise failure
         return completions
@@ -178,6 +190,11 @@ class HTTPGenerator:
             raise GenerationLostError(f"{self._http.base_url.join(path)}: {reason_of(error)}") from error
         except CancelledError as error:
             raise GenerationLostError(f"{self._http.base_url}: closed") from error
+
+    def _note_refusal(self, rollout_ids: Sequence[RolloutId], accepted: Future[None]) -> None:
+        error = None if accepted.cancelled() else accepted.exception()
+        if isinstance(error, MidflightError):
+            self._stream.lose(rollout_ids, error)
 
     async def _disconnect(self) -> None:
         self._stream.disconnect()

@@ -38,7 +38,6 @@ class Member:
     name: str
     generator: Generator
     hang_up: Callable[[], object]
-    check: Callable[[], object]  # raises an error if the engine gives no sign of life
     version: int = NO_VERSION  # of its weights, as of the last `Members.read_versions`
     samples: bool = False  # False: it is joining, or was set aside because it is late
     has_joined: bool = False

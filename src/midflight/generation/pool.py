@@ -14,7 +14,6 @@ leaves. If a member is only late with new weights, the other members take over i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
@@ -32,8 +31,6 @@ from midflight.protocols import NO_VERSION, Generator
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
 STEP_S = 0.05
-# Time after which a member that has not answered is asked for a sign of life, and in which it must give one.
-CHECK_S = 1.5
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 _LOST = (GenerationError, GenerationLostError)
 
@@ -108,14 +105,12 @@ class EnginePool:
         name: str,
         generator: Generator,
         hang_up: Callable[[], object] = lambda: None,
-        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Add a member; it gets requests once its weights are no older than the pool's.
 
         `hang_up`: disconnects without waiting for the member; `abort` must then return the tokens that had arrived.
-        `check`: asks the member for a sign of life; raises an error if there is none.
         """
-        member = Member(name, generator, hang_up, check)
+        member = Member(name, generator, hang_up)
         self._members.add(member)
         self._follow_versions([member])
         if self._news is not None:  # what the member told before it joined was ignored
@@ -204,7 +199,7 @@ class EnginePool:
         for member in by_member:
             assert member.recall is not None
             try:
-                completions = self._answer(member, member.recall)
+                completions = member.recall.result()
             except _LOST as error:
                 self._drop(member, str(error))
             else:
@@ -261,7 +256,7 @@ class EnginePool:
         if member.recall is None:
             return
         try:
-            recalled = self._answer(member, member.recall)
+            recalled = member.recall.result()
         except MidflightError as error:
             self._drop(member, str(error))
             return
@@ -270,21 +265,6 @@ class EnginePool:
         if self._news is not None:  # the member's news during the recall was ignored
             self._news.notifier(member.name)()
         self._drop_if_done(member)
-
-    def _answer(self, member: Member, answer: Future[T]) -> T:
-        """Wait for a member's answer as long as it gives signs of life; without one it is lost.
-
-        Raises: GenerationLostError; the error of the call.
-        """
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return answer.result(CHECK_S)
-            check = self._run(member.check)
-            try:
-                check.result(CHECK_S)
-            except (MidflightError, TimeoutError) as error:
-                self._drop(member, "it gives no answer")
-                raise GenerationLostError("it gives no answer") from error
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -296,7 +276,7 @@ class EnginePool:
         while batches := self._assign():
             for member, batch in batches.items():
                 try:
-                    self._answer(member, self._start(member, functools.partial(member.generator.add, batch)))
+                    member.generator.add(batch)
                 except RequestError as error:
                     if any(request.rollout_id in (added or ()) for request in batch):
                         raise
@@ -340,7 +320,7 @@ class EnginePool:
     def _collect_once(self, member: Member) -> bool:
         try:
             completions = member.generator.step()
-        except _LOST as error:
+        except (*_LOST, RequestError) as error:  # RequestError: the server has refused a request that was added
             self._drop(member, str(error))
             return False
         for completion in completions:

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -35,6 +35,8 @@ from midflight.generation.stream_messages import (
 )
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId
 
+# Time after which a server that has not replied is asked for a sign of life, and in which it must give one.
+CHECK_S = 1.5
 _ABORTED = (None, FinishReason.ABORT)
 _MAX_TOKENS_PER_MESSAGE = 1 << 17  # a message stays far below the limits of servers
 _REQUEST_TOKENS = 64  # size of a request besides its tokens, in tokens
@@ -86,10 +88,11 @@ class _Running:
 
 
 class RolloutStream:
-    """Requests in flight at one server. Thread-safe.
+    """Requests in flight at one server. Thread-safe, except for the methods that the event loop calls.
 
     `coroutines`: of the owner, who closes them. `notify`: called when a request has ended or is lost. `learn`: receives
-    the weight version of new tokens.
+    the weight version of new tokens. `timeout_s`: for the connection, and for a reply of a server that gives signs of
+    life; without one for CHECK_S, the server is lost.
     """
 
     def __init__(
@@ -110,8 +113,10 @@ class RolloutStream:
         self._finished: dict[RolloutId, None] = {}  # of the running ones; so that no call looks at all of them
         self._failed: dict[RolloutId, None] = {}
         self._changed = threading.Condition()
-        self._replies: dict[int, Future[None]] = {}  # by the number of the message
         self._numbers = itertools.count()
+        # In the event loop only:
+        self._replies: dict[int, asyncio.Future[MidflightError | None]] = {}  # by the number of the message
+        self._order = asyncio.Lock()  # messages are sent in the order of the calls
         self._lost: MidflightError | None = None
 
     def connect(self) -> None:
@@ -124,10 +129,11 @@ class RolloutStream:
 
     def open(
         self, requests: Sequence[GenerationRequest], chunk_tokens: int, lineage: str | None, min_version: int
-    ) -> None:
-        """Send these requests; return when the server has accepted all of them.
+    ) -> Future[None]:
+        """Send these requests. The future is done when the server has accepted all of them.
 
-        Raises: RequestError if the server refuses one; then none is added.
+        Raises: RequestError if one is in flight; (the future) RequestError if the server refuses one, and
+        GenerationError. Then the server has none of them, and the caller calls `forget` or `lose`.
         """
         with self._changed:
             for request in requests:
@@ -135,30 +141,28 @@ class RolloutStream:
                     raise RequestError(f"request {request.rollout_id} is in flight already")
             # Now, because tokens may arrive before the reply.
             self._running |= {request.rollout_id: _Running(request) for request in requests}
-        calls = [
-            (part, self._call(lambda number, part=part: _add(number, part, chunk_tokens, lineage, min_version)))  # type: ignore[misc]
-            for part in _parts(requests)
-        ]
-        outcomes = [(part, self._outcome(reply)) for part, reply in calls]
-        errors = [error for _, error in outcomes if error is not None]
-        if errors:
-            self.abort([request.rollout_id for part, error in outcomes if error is None for request in part])
-            with self._changed:
-                for request in requests:
-                    self._remove(request.rollout_id)
-            raise errors[0]
+        return self._coroutines.submit(self._add(requests, chunk_tokens, lineage, min_version))
 
     def abort(self, rollout_ids: Sequence[RolloutId]) -> list[Completion]:
         """Stop these requests and return their tokens; if the server is lost, the tokens that had arrived."""
         with self._changed:
             still_open = [key for key in rollout_ids if key in self._running and not self._running[key].has_ended]
         if still_open:
-            error = self._outcome(self._call(lambda number: Abort(number, list(map(int, still_open)))))
-            if error is not None:
+            try:
+                self._coroutines.submit(self._stop(still_open)).result()
+            except CancelledError:
+                self.lose(still_open, GenerationLostError(f"{self._url}: closed"))
+            except MidflightError as error:
                 self.lose(still_open, error)
         with self._changed:
             in_flight = [key for key in rollout_ids if key in self._running]
             return [self._take(key) for key in in_flight if self._running[key].finish_reason in _ABORTED]
+
+    def forget(self, requests: Sequence[GenerationRequest]) -> None:
+        """Forget requests that the server has refused."""
+        with self._changed:
+            for request in requests:
+                self._remove(request.rollout_id)
 
     def generated(self, rollout_id: RolloutId, start: int) -> GeneratedTokens:
         """Return the tokens of a request that have arrived, from response position `start` on."""
@@ -168,7 +172,7 @@ class RolloutStream:
     def take_ended(self, timeout_s: float) -> list[Completion]:
         """Remove requests that have ended and return their completions; wait up to `timeout_s` seconds for the first.
 
-        Raises: GenerationError, GenerationLostError at every call while a lost request is not aborted.
+        Raises: the error of a lost request, at every call while this request is not aborted.
         """
         with self._changed:
             if self._running and timeout_s:
@@ -191,40 +195,10 @@ class RolloutStream:
             self._changed.notify_all()
         self._notify()
 
-    def disconnect(self) -> None:
-        """Disconnect without a farewell, because the server may hang. Call from the event loop."""
-        if self._connection is not None:
-            self._connection.transport.abort()
-
     def fail(self, failure: MidflightError) -> None:
-        """Fail all requests and waiting calls with this error, and all later calls."""
-        with self._changed:
-            self._lost = self._lost or failure
-            replies, self._replies = list(self._replies.values()), {}
+        """Fail all requests with this error, and all later calls."""
+        self._lost = self._lost or failure
         self.lose(None, failure)
-        for reply in replies:
-            reply.set_exception(failure)
-
-    def _call(self, message: Callable[[int], FromClient]) -> Future[None]:
-        """Send a message; the future is done when its reply has come."""
-        number, reply = next(self._numbers), Future[None]()
-        with self._changed:
-            if self._lost is not None:
-                reply.set_exception(self._lost)
-                return reply
-            self._replies[number] = reply
-        self._coroutines.submit(self._send(message(number)))
-        return reply
-
-    def _outcome(self, reply: Future[None]) -> MidflightError | None:
-        """Wait for a reply; return its error."""
-        try:
-            reply.result(self._timeout_s)
-        except MidflightError as error:
-            return error
-        except TimeoutError:
-            return GenerationLostError(f"{self._url}: no answer within {self._timeout_s:g} s")
-        return None
 
     def _take(self, rollout_id: RolloutId) -> Completion:
         running = self._running[rollout_id]
@@ -255,25 +229,81 @@ class RolloutStream:
         except (OSError, WebSocketException, ValueError) as error:
             raise GenerationLostError(f"{self._url}: {error or type(error).__name__}") from error
 
-    async def _send(self, message: FromClient) -> None:
+    def disconnect(self) -> None:
+        """Disconnect without a farewell, because the server may hang."""
+        if self._connection is not None:
+            self._connection.transport.abort()
+
+    async def _add(
+        self, requests: Sequence[GenerationRequest], chunk_tokens: int, lineage: str | None, min_version: int
+    ) -> None:
+        parts = list(_parts(requests))
+        async with self._order:
+            replies = [
+                await self._send(Add(next(self._numbers), part, chunk_tokens, lineage, min_version))
+                for part in [list(map(Request.of, part)) for part in parts]
+            ]
+        outcomes = await asyncio.gather(*map(self._outcome, replies))
+        errors = [error for error in outcomes if error is not None]
+        if errors:
+            accepted = [part for part, error in zip(parts, outcomes, strict=True) if error is None]
+            if accepted:
+                await self._stop([request.rollout_id for part in accepted for request in part])
+            raise errors[0]
+
+    async def _stop(self, rollout_ids: Sequence[RolloutId]) -> None:
+        async with self._order:
+            reply = await self._send(Abort(next(self._numbers), list(map(int, rollout_ids))))
+        error = await self._outcome(reply)
+        if error is not None:
+            raise error
+
+    async def _send(self, message: FromClient) -> asyncio.Future[MidflightError | None]:
+        """Send a message; return the future of its reply: the server's refusal, or None."""
+        reply: asyncio.Future[MidflightError | None] = asyncio.get_running_loop().create_future()
+        if self._lost is not None:
+            reply.set_result(self._lost)
+            return reply
+        assert self._connection is not None
+        self._replies[message.number] = reply
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._connection.send(encode(message))
+        except (OSError, WebSocketException) as error:
+            self._break(self._broken(error))
+        return reply
+
+    async def _outcome(self, reply: asyncio.Future[MidflightError | None]) -> MidflightError | None:
+        """Wait for a reply as long as the server gives signs of life."""
         assert self._connection is not None
         try:
-            await self._connection.send(encode(message))
+            async with asyncio.timeout(self._timeout_s):
+                while not (await asyncio.wait([reply], timeout=CHECK_S))[0]:
+                    async with asyncio.timeout(CHECK_S):
+                        await (await self._connection.ping())
+        except TimeoutError:
+            self._break(GenerationLostError(f"{self._url}: it gives no answer"))
         except (OSError, WebSocketException) as error:
-            self.fail(self._broken(error))
+            self._break(self._broken(error))
+        return await reply
 
     async def _read(self, connection: ClientConnection) -> None:
         try:
             async for frame in connection:
                 self._handle(frame if isinstance(frame, bytes) else frame.encode())
-            self.fail(GenerationLostError(f"{self._url}: the stream broke off"))
-        except asyncio.CancelledError:
-            raise
+            self._break(GenerationLostError(f"{self._url}: the stream broke off"))
         except (OSError, WebSocketException, msgspec.MsgspecError, ValueError) as error:
-            self.fail(self._broken(error))
+            self._break(self._broken(error))
 
     def _broken(self, error: Exception) -> GenerationLostError:
         return GenerationLostError(f"{self._url}: the stream broke off: {error or type(error).__name__}")
+
+    def _break(self, failure: MidflightError) -> None:
+        """Give up the connection: fail all requests and all replies that are waited for."""
+        self.fail(failure)
+        replies, self._replies = list(self._replies.values()), {}
+        for reply in replies:
+            reply.set_result(failure)
 
     def _handle(self, frame: bytes) -> None:
         message = decode_from_server(frame)
@@ -285,15 +315,11 @@ class RolloutStream:
             self.lose(None, GenerationError(message.text))
 
     def _settle(self, message: Reply) -> None:
-        with self._changed:
-            reply = self._replies.pop(message.number, None)
+        reply = self._replies.pop(message.number, None)
         if reply is None:
             return
-        if message.refusal is None:
-            reply.set_result(None)
-        else:
-            error = RequestError if message.refusal == "request" else GenerationError
-            reply.set_exception(error(message.text))
+        kind = RequestError if message.refusal == "request" else GenerationError
+        reply.set_result(None if message.refusal is None else kind(message.text))
 
     def _take_chunks(self, message: Chunks) -> None:
         newest = -1
@@ -314,12 +340,6 @@ class RolloutStream:
             self._notify()
         if newest >= 0:
             self._learn(newest)
-
-
-def _add(
-    number: int, requests: Sequence[GenerationRequest], chunk_tokens: int, lineage: str | None, min_version: int
-) -> Add:
-    return Add(number, [Request.of(request) for request in requests], chunk_tokens, lineage, min_version)
 
 
 def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:

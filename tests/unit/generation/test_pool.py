@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -662,45 +661,6 @@ def test_abort_covers_lost_members_and_waiting_requests() -> None:
     pool.add([request(20)])
     pool.leave("e0", "")
     assert pool.num_in_flight == 1
-
-
-@pytest.mark.parametrize("method", ["add", "abort"])
-def test_a_member_without_a_sign_of_life_is_lost(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Its requests go on elsewhere; a slow member that gives signs of life is waited for."""
-    monkeypatch.setattr("midflight.generation.pool.CHECK_S", 0.01)
-    arrivals, num_checks, released = Arrivals(), 0, threading.Event()
-    pool = EnginePool(0, run=run_in_background)
-    first, second = FakeEngine(arrivals), FakeEngine(arrivals)
-
-    def check() -> None:
-        nonlocal num_checks
-        num_checks += 1
-        if num_checks == 3:
-            raise GenerationLostError("it does not answer")
-
-    def hang_up() -> None:
-        first.hang_up()
-        released.set()
-
-    def hang(*_: object) -> list[Completion]:
-        assert released.wait(60)
-        raise GenerationLostError("the connection was closed")
-
-    abort = first.abort
-    pool.join("one", first, hang_up, check)  # type: ignore[arg-type]
-    if method == "abort":
-        first.abort = lambda ids: abort(ids) if released.is_set() else hang()  # type: ignore[assignment, method-assign]
-        pool.add([request(0)])
-        (aborted,) = pool.abort([RolloutId(0)])
-        assert aborted.finish_reason is FinishReason.ABORT
-    else:
-        first.add = hang  # type: ignore[assignment, method-assign]
-        pool.add([request(0)])
-        pool.join("two", second)  # type: ignore[arg-type]
-        while pool.num_in_flight:
-            pool.step()
-    assert num_checks == 3
-    assert "one" not in pool.names
 
 
 def test_step_asks_only_members_with_news() -> None:

@@ -101,8 +101,8 @@ class GenerationRequest:
 
     With `score_prompt`, the completion has the prompt's log-probabilities, and `max_tokens` may be 0.
 
-    Random numbers depend on (`seed`, `rollout_id`, position) only. An interrupted and resumed request therefore samples
-    the same tokens as an uninterrupted one.
+    Random numbers depend on (`seed`, `name`, position) only. An interrupted and resumed request therefore samples the
+    same tokens as an uninterrupted one.
     """
 
     rollout_id: RolloutId
@@ -113,6 +113,12 @@ class GenerationRequest:
     score_prompt: bool = False
     first_position: int = 0  # position of the first token to sample, among all sampled tokens of the rollout
     prompt_version: int = 0  # newest weight version that sampled a token of the prompt
+    sampled_as: RolloutId | None = None  # id of the rollout, if the request has an id of its own
+
+    @property
+    def name(self) -> RolloutId:
+        """Id of the rollout, for messages and random numbers."""
+        return self.rollout_id if self.sampled_as is None else self.sampled_as
 
 
 @dataclass(frozen=True, slots=True)

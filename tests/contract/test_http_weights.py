@@ -12,6 +12,7 @@ import torch
 from contract.generating import LONG, drain, requests
 from contract.weight_sending import Sender, Weights, incoming
 from midflight.errors import GenerationLostError, WeightUpdateError
+from midflight.generation.access import Access
 from midflight.generation.client import HTTPGenerator
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
@@ -214,7 +215,7 @@ def test_interrupted_update_keeps_the_old_weights(start_server: StartServer) -> 
 
 
 def test_admin_routes_need_the_token(start_server: StartServer) -> None:
-    server = start_server(admin_token="sesame")
+    server = start_server(access=Access("sesame"))
     routes: dict[str, dict[str, Any] | None] = {
         "/abort": {"rollout_ids": []},
         "/pause": None,
@@ -253,7 +254,7 @@ def test_admin_routes_need_the_token(start_server: StartServer) -> None:
     ],
 )
 def test_strangers_cannot_use_the_fields_of_a_run(start_server: StartServer, fields: dict[str, Any]) -> None:
-    server = start_server(admin_token="sesame")
+    server = start_server(access=Access("sesame"))
     body = {"prompt": [5, 6], "max_tokens": 3}
     assert server.http.post("/v1/completions", json=body).status_code == 200
     refused = server.http.post("/v1/completions", json=body | fields)

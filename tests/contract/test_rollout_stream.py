@@ -18,6 +18,7 @@ from contract.conftest import RunApp, Server, StartServer
 from contract.generating import LONG, drain, requests
 from midflight.errors import GenerationLostError, RequestError
 from midflight.generation import rollout_stream
+from midflight.generation.access import Access
 from midflight.generation.client import HTTPGenerator
 from midflight.generation.stream_messages import (
     PATH,
@@ -104,7 +105,7 @@ def test_browsers_are_refused(server: Server) -> None:
 
 
 def test_a_wrong_token_is_refused(start_server: StartServer) -> None:
-    server = start_server(admin_token="sesame")
+    server = start_server(access=Access("sesame"))
     for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}):
         with pytest.raises(InvalidStatus), connected(server, **headers):
             pass

@@ -126,7 +126,10 @@ def test_serve_a_model_directory_up_to_its_context() -> None:
         (["serve.port=70000"], "serve.port: should be less than or equal to 65535"),
         (["serve.prot=7"], "unknown key serve.prot; did you mean serve.port?"),
         (["sampling.max_tokens=256"], "sampling.max_tokens = 256 leaves no room for the rest of a sequence"),
-        (["serve.host=192.0.2.1", "serve.admin_token=x"], "cannot listen on 192.0.2.1:8000: "),
+        (["serve.admin_token=x"], "serve.admin_token on the command line can be read by every user of this machine"),
+        (["serve.api_key=x"], "serve.api_key on the command line can be read by every user of this machine"),
+        (["serve.api_key_file=/nowhere"], "serve.api_key_file: cannot read /nowhere: No such file or directory"),
+        (["serve.tls_cert_file=/nowhere"], "serve.tls_cert_file: cannot read /nowhere: No such file or directory"),
         (["model.path=/nowhere"], "model.path: there is no directory /nowhere"),
         (["engine.device=cuda"], "engine.device = 'cuda': this machine has no CUDA device"),
     ],
@@ -151,15 +154,29 @@ def test_a_port_in_use_is_a_one_line_error(refused: Refused) -> None:
     )
 
 
-def test_an_admin_token_allows_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_cannot_be_used_is_a_one_line_error(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDFLIGHT_ADMIN_TOKEN", "sesame")
+    assert "so an API key is needed: set serve.api_key, " in refused("serve", RECIPE, "serve.host=192.0.2.1")
+    monkeypatch.setenv("MIDFLIGHT_API_KEY", "open")
+    line = refused("serve", RECIPE, "serve.host=192.0.2.1")
+    assert line.startswith("midflight: cannot listen on 192.0.2.1:8000: ")
+    monkeypatch.setenv("MIDFLIGHT_API_KEY", "sesame")
+    assert "the admin token is also an API key" in refused("serve", RECIPE)
+
+
+def test_secrets_allow_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDFLIGHT_ADMIN_TOKEN", "sesame")
+    monkeypatch.setenv("MIDFLIGHT_API_KEY", "open")
     process = start("serve.host=0.0.0.0", "serve.port=0")
     try:
         assert process.stdout
         port = process.stdout.readline().strip().rpartition(":")[2]
-        assert httpx.post(f"http://127.0.0.1:{port}/pause").status_code == 401
-        headers = {"Authorization": "Bearer sesame"}
-        assert httpx.post(f"http://127.0.0.1:{port}/pause", headers=headers).status_code == 200
+        for secret, statuses in ((None, (401, 401)), ("open", (403, 200)), ("sesame", (200, 200))):
+            headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+            paused = httpx.post(f"http://127.0.0.1:{port}/pause", headers=headers)
+            models = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers)
+            assert (paused.status_code, models.status_code) == statuses
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     finally:
         process.kill()
         process.communicate()

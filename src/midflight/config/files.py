@@ -92,6 +92,11 @@ class FileKind(Generic[Document]):
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) < 2:
             raise self.error(f"override {override!r} does not have the form section.key=value")
+        if parts[1:] and parts[-1] in self._secrets(parts[0]):
+            raise self.error(
+                f"{key.strip()} on the command line can be read by every user of this machine; set it in the"
+                f" {self.noun} or in the environment (MIDFLIGHT_{parts[-1].upper()})"
+            )
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -175,6 +180,12 @@ class FileKind(Generic[Document]):
         """The sections that its `type` chooses from; none if it has only one form."""
         info = self.model.model_fields.get(section)
         return members_of(info.annotation) if info else {}
+
+    def _secrets(self, section: str) -> set[str]:
+        """The keys of a section whose values are secret."""
+        info = self.model.model_fields.get(section)
+        fields = [field for kind in sections_of(info.annotation) for field in kind.model_fields.items()] if info else []
+        return {key for key, field_info in fields if pydantic.SecretStr in get_args(field_info.annotation)}
 
     def _default_type(self, section: str) -> object:
         info = self.model.model_fields.get(section)

@@ -11,6 +11,7 @@ from midflight.config import algorithms, sections
 from midflight.config.evaluations import EvalConfig
 from midflight.config.schedules import ConventionalConfig, PipelineConfig, ScheduleConfig, check_queue
 from midflight.config.section import Section
+from midflight.config.serving import ServeConfig
 from midflight.config.tasks import BuiltInTaskConfig, TaskConfig
 
 GROUP_BASELINES = ("group_mean", "group_mean_std", "leave_one_out")
@@ -35,7 +36,7 @@ class Recipe(Section):
     metrics: sections.MetricsConfig = sections.MetricsConfig()
     supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
     eval: EvalConfig = EvalConfig()
-    serve: sections.ServeConfig = sections.ServeConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def max_length(self) -> int:

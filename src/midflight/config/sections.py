@@ -355,24 +355,3 @@ class SupervisorConfig(Section):
         description="restart a process without a heartbeat for this long; must be more than the longest optimizer"
         " step, checkpoint or start, seconds",
     )
-
-
-class ServeConfig(Section):
-    """Options of `midflight serve`, which serves the model over HTTP."""
-
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; any address except loopback needs admin_token"
-    )
-    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0: any free port")
-    admin_token: pydantic.SecretStr | None = Field(
-        None,
-        exclude=True,  # secrets must not be written to a run directory
-        description="token that weight updates, abort, pause, resume and the rollouts of a run require; default:"
-        " $MIDFLIGHT_ADMIN_TOKEN, or none",
-    )
-    model_name: str | None = Field(
-        None, min_length=1, description="name of the model in requests; default: the name of its directory"
-    )
-    num_in_flight: int = Field(64, ge=1, description="sequences in flight; more requests wait")
-    max_samples: int = Field(128, ge=1, description="largest number of samples (n) in one request")
-    max_body_bytes: int = Field(4 << 20, ge=1, description="largest request body, bytes")

@@ -223,7 +223,7 @@ class Engine:
     def _check(self, request: GenerationRequest) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
         limits, vocab_size = self._limits, self._model.shape.vocab_size
-        name = f"request {request.rollout_id}"
+        name = f"request {request.name}"
         if request.rollout_id in self._scheduler:
             raise RequestError(f"{name} is in flight already")
         # Prompts that are only scored or contain earlier turns may exceed max_prompt_tokens, up to max_length in total.

@@ -85,7 +85,7 @@ class RunningBatch:
         self.num_cached[slot] = self.num_pages[slot] = 0
         self.ages[slot], self.epochs[slot] = self._next_age, epoch
         self._next_age += 1
-        self.stream_keys[slot] = stream_key(request.seed, request.rollout_id)
+        self.stream_keys[slot] = stream_key(request.seed, request.name)
         self._set_sampling(slot, request.sampling)
         if self._stop_rules is not None and request.sampling.stop:
             self._rules[slot] = self._stop_rules(request.sampling.stop)

@@ -25,6 +25,7 @@ from midflight.generation.schemas import (
     WeightUpdateResponse,
     lists_of,
 )
+from midflight.generation.served_requests import ServedRequests
 from midflight.generation.weight_intake import WeightIntake
 from midflight.generation.weight_pull import WeightPull
 from midflight.types import RolloutId
@@ -33,7 +34,9 @@ from midflight.weights.process_group import Invitation
 from midflight.weights.progress import Progress
 
 
-def control_router(driver: GeneratorDriver, weights: WeightIntake, pull: WeightPull | None = None) -> APIRouter:
+def control_router(
+    driver: GeneratorDriver, served_requests: ServedRequests, weights: WeightIntake, pull: WeightPull | None = None
+) -> APIRouter:
     """Create the control routes except /metrics. All but the GET routes need the admin token."""
     router = APIRouter(tags=["control"], responses=ERROR_RESPONSES)
     admin = [Depends(require_admin)]
@@ -61,12 +64,13 @@ def control_router(driver: GeneratorDriver, weights: WeightIntake, pull: WeightP
 
     @router.post("/abort", response_model=AbortResponse, dependencies=admin)
     async def abort(body: AbortRequest) -> AbortResponse:
-        """Stop these rollouts and return the tokens they generated; ids that are not in flight are ignored."""
-        completions = await asyncio.wrap_future(driver.abort([RolloutId(number) for number in body.rollout_ids]))
+        """Stop these rollouts of the OpenAI routes and return their tokens; ids that are not in flight are ignored."""
+        ids = served_requests.ids(RolloutId(number) for number in dict.fromkeys(body.rollout_ids))
+        completions = await asyncio.wrap_future(driver.abort(list(ids)))
         aborted = []
         for completion in completions:
             tokens = lists_of(completion.generated) | {"logprobs": finite_or_none(completion.generated.logprobs)}
-            aborted.append(AbortedRollout(rollout_id=completion.rollout_id, **tokens))
+            aborted.append(AbortedRollout(rollout_id=ids[completion.rollout_id], **tokens))
         return AbortResponse(aborted=aborted)
 
     @router.post("/pause", response_model=Status, dependencies=admin)

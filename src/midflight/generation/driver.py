@@ -10,16 +10,18 @@ weights in use whatever their versions are; the requests in flight are aborted f
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from midflight.errors import GenerationError, GenerationLostError, MidflightError, WeightUpdateError
+from midflight.generation.guests import Guests
 from midflight.protocols import IncomingWeights, LocalEngine
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, RolloutId, WeightLabel
 
@@ -61,6 +63,7 @@ class _Subscription:
     listener: Listener
     num_resumed: int  # generated tokens that came with the request
     chunk_tokens: int | None  # None: all tokens at the end
+    num_known: int  # tokens at the start of the sequence in the engine
     num_seen: int = 0  # tokens that the listener has received
 
 
@@ -76,10 +79,15 @@ class GeneratorDriver:
 
     `active`: the weights that sample the next token. `staged`: the weights that were staged last, if not adopted yet.
     If a step raises, generation has failed: all requests in flight and all later commands fail with a GenerationError.
+
+    `num_runs`: number of connected runs. Their requests come first. Requests with a `client` are guests, which use only
+    slots that the runs leave free. `num_slots`: of the engine; None: not known, and never short.
     """
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: LocalEngine, num_slots: int | None = None) -> None:
+        self._engine, self._guests = engine, Guests(engine, num_slots)
+        self._numbers = itertools.count()
+        self.num_runs = 0
         self._condition = threading.Condition()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed = False
@@ -102,20 +110,37 @@ class GeneratorDriver:
     def num_in_flight(self) -> int:
         return len(self._subscriptions)
 
+    def numbered(self, requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+        """Return the requests with ids that no other request of this driver has; they sample the same tokens."""
+        return [
+            replace(request, rollout_id=RolloutId(next(self._numbers)), sampled_as=request.rollout_id)
+            for request in requests
+        ]
+
     def add(
-        self, requests: Sequence[GenerationRequest], listener: Listener, chunk_tokens: int | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        listener: Listener,
+        chunk_tokens: int | None = None,
+        client: str | None = None,
     ) -> Future[None]:
         """Add requests, all or none. The listener receives at most `chunk_tokens` new tokens at a time.
 
+        `client`: the client whose guests they are; None: they belong to a run.
         Raises (the future): RequestError if the generator cannot run one of them.
         """
 
         def command() -> None:
-            self._engine.add(requests)
+            if client is None:
+                self._engine.add(requests)
+            else:
+                self._guests.add(requests, client)
             for request in requests:
-                num_resumed = len(request.generated) if request.generated else 0
-                self._subscriptions[request.rollout_id] = _Subscription(listener, num_resumed, chunk_tokens)
-                if chunk_tokens:
+                num_resumed = len(request.generated or ())
+                self._subscriptions[request.rollout_id] = _Subscription(
+                    listener, num_resumed, chunk_tokens, num_resumed
+                )
+                if chunk_tokens and client is None:
                     self._unstarted[request.rollout_id] = None
 
         return self._submit(command)
@@ -186,7 +211,9 @@ class GeneratorDriver:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._commands or self._closed or self._has_work())
+                self._condition.wait_for(
+                    lambda: self._commands or self._closed or self._has_work(), self._guests.wait_s()
+                )
                 if self._closed:
                     self._fail(GenerationError("generation has been shut down"))
                 commands = list(self._commands)
@@ -195,6 +222,8 @@ class GeneratorDriver:
                 self._execute(command, future)
             if self._closed:
                 return
+            if not self.failure:
+                self._balance()
             if self._has_work():
                 try:
                     self._step()
@@ -203,7 +232,23 @@ class GeneratorDriver:
                     self._fail(GenerationError(f"generation failed: {type(error).__name__}: {error}"))
 
     def _has_work(self) -> bool:
-        return not self.failure and (self._is_due or (not self.paused and bool(self._subscriptions)))
+        has_sequences = self._num_run + self._guests.num_running > 0
+        return not self.failure and (self._is_due or (not self.paused and has_sequences))
+
+    @property
+    def _num_run(self) -> int:
+        return len(self._subscriptions) - len(self._guests)
+
+    def _balance(self) -> None:
+        started, taken_out = self._guests.balance(self._num_run, self.num_runs > 0, time.monotonic())
+        for request in started:
+            subscription = self._subscriptions[request.rollout_id]
+            subscription.num_known = len(request.generated or ())
+            if subscription.chunk_tokens:
+                self._unstarted[request.rollout_id] = None
+        for rollout_id in taken_out:
+            self._unstarted.pop(rollout_id, None)
+            self._streaming.pop(rollout_id, None)
 
     def _execute(self, command: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -245,7 +290,10 @@ class GeneratorDriver:
                     self._report(subscription, Progress(rollout_id, new, None))
 
     def _abort(self, rollout_ids: Iterable[RolloutId]) -> list[Completion]:
-        completions = self._engine.abort([key for key in dict.fromkeys(rollout_ids) if key in self._subscriptions])
+        ids = [key for key in dict.fromkeys(rollout_ids) if key in self._subscriptions]
+        completions = self._guests.take_waiting(ids)
+        waited = {completion.rollout_id for completion in completions}
+        completions += self._engine.abort([key for key in ids if key not in waited])
         for completion in completions:
             self._end(completion)
         self.counters.aborted += len(completions)
@@ -256,7 +304,7 @@ class GeneratorDriver:
         num_left = _MAX_UNSTARTED if self._num_steps % _AT_TIMES else _MAX_UNSTARTED_AT_TIMES
         started = []
         for rollout_id in self._unstarted:
-            if len(self._engine.generated(rollout_id, self._subscriptions[rollout_id].num_resumed)):
+            if len(self._engine.generated(rollout_id, self._subscriptions[rollout_id].num_known)):
                 started.append(rollout_id)
                 continue
             num_left -= 1
@@ -266,6 +314,7 @@ class GeneratorDriver:
 
     def _end(self, completion: Completion) -> None:
         subscription = self._subscriptions.pop(completion.rollout_id)
+        self._guests.forget(completion.rollout_id)
         self._unstarted.pop(completion.rollout_id, None)
         self._streaming.pop(completion.rollout_id, None)
         rest = completion.generated.part(subscription.num_seen)
@@ -322,6 +371,7 @@ class GeneratorDriver:
         for subscription in self._subscriptions.values():
             subscription.listener(failure)
         self._subscriptions.clear()
+        self._guests.clear()
         self._unstarted.clear()
         self._streaming.clear()
         self._fail_wishes(failure)

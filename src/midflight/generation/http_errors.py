@@ -1,8 +1,8 @@
-"""Errors in the OpenAI format, the limit on request bodies, and the admin token."""
+"""Errors in the OpenAI format, the limit on request bodies, and the check of the admin token."""
 
 from __future__ import annotations
 
-import hmac
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import HTTPException as FastAPIHTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,21 +21,35 @@ from midflight.errors import (
     RequestError,
     WeightUpdateError,
 )
+from midflight.generation.access import Access, Caller
 from midflight.generation.schemas import ErrorDetail, ErrorResponse
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 _LONGEST_INPUT_SHOWN = 60  # characters
+_LONGEST_MESSAGE, _LONGEST_PARAM = 1000, 100  # characters; clients choose names of any length
+
+# Keys of an ASGI scope: the client of the request, and the secrets of the server.
+CALLER, ACCESS = "midflight.caller", "midflight.access"
+BEARER = HTTPBearer(auto_error=False)
 
 # Error responses of every route, for the OpenAPI schema.
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
         (400, "The request is not valid; the message names the wrong value"),
-        (401, "An admin token is needed"),
-        (403, "The admin token is wrong"),
+        (401, "An API key or the admin token is needed, or the key is wrong or has expired"),
+        (403, "The admin token is wrong, or a page of another site has sent the request"),
         (404, "There is no such model"),
         (409, "The request conflicts with one in flight"),
         (413, "The body is too large"),
+        (421, "The header Host does not name this server"),
+        (429, "The queue is full, or this client has too much in it; try again after Retry-After seconds"),
         (500, "Generation failed while this request was in flight"),
         (503, "Generation has failed and the server must be restarted, or its weights are too old"),
     )
@@ -58,7 +72,12 @@ class ApiError(Exception):
         super().__init__(message)
         kind = kind or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.status, self.headers = status, headers
-        self.detail = ErrorDetail(message=_utf8_safe(message), type=kind, param=param and _utf8_safe(param), code=code)
+        message, param = _safe(message, _LONGEST_MESSAGE), param and _safe(param, _LONGEST_PARAM)
+        self.detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the response."""
+        return ErrorResponse(error=self.detail).model_dump()
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -88,8 +107,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         api_error = as_api_error(error)
-        body = ErrorResponse(error=api_error.detail).model_dump()
-        return JSONResponse(body, api_error.status, headers=api_error.headers)
+        return JSONResponse(api_error.body(), api_error.status, headers=api_error.headers)
 
     for kind in (
         ApiError, RequestValidationError, HTTPException, RequestError, WeightUpdateError, GenerationError,
@@ -124,25 +142,34 @@ class BodyLimit:
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
-def require_admin(
-    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> None:
-    """Check the admin token of a request, if the server has one.
+def may_administer(scope: Scope) -> bool:
+    """Return True if the client of this request is the run, or if the server has no admin token."""
+    access: Access = scope[ACCESS]
+    caller: Caller = scope[CALLER]
+    return caller.is_admin or not access.has_admin_token
+
+
+def require_admin(request: Request, credentials: Annotated[object, Depends(BEARER)] = None) -> None:
+    """Check the admin token of a request, if the server has one. `credentials`: only for the documentation.
 
     Raises: ApiError 401 without a token, 403 with a wrong token.
     """
-    expected: str | None = request.app.state.admin_token
-    if expected is None:
+    if may_administer(request.scope):
         return
-    if credentials is None:
-        headers = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, "this needs the header Authorization: Bearer <admin token>", headers=headers)
-    if not hmac.compare_digest(credentials.credentials.encode(), expected.encode()):
-        raise ApiError(403, "the admin token is wrong")
+    if request.scope[CALLER].credentials == "none":
+        raise unauthorized("this needs the header Authorization: Bearer <admin token>")
+    raise ApiError(403, "the admin token is wrong")
 
 
-def _utf8_safe(text: str) -> str:
-    """Escape unpaired surrogates, which JSON can contain but UTF-8 cannot encode."""
+def unauthorized(message: str, code: str | None = None) -> ApiError:
+    """Return the answer to a request without a valid secret."""
+    return ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _safe(text: str, longest: int) -> str:
+    """Shorten a text, and escape unpaired surrogates, which JSON can contain but UTF-8 cannot encode."""
+    if len(text) > longest:
+        text = f"{text[:longest]}..."
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -153,7 +180,15 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {deepest['ctx']['error']}", code="invalid_json")
     # The location includes the alternative of a union, which users need not know: "prompt", "list[...]", 0.
     location = ".".join(part for part in map(str, deepest["loc"][1:]) if "[" not in part and part != "str")
-    shown = repr(deepest.get("input"))
-    got = f", got {shown}" if len(shown) <= _LONGEST_INPUT_SHOWN else ""
+    shown = _shown(deepest.get("input"))
+    got = f", got {shown}" if shown else ""
     message = f"{location or 'the body'}: {deepest['msg']}{got}"
     return ApiError(400, message, param=location or None, code=deepest["type"])
+
+
+def _shown(value: Any) -> str:
+    """Return a short value as text; "" for a long one, whose text would take long to make."""
+    if isinstance(value, str | list | dict) and len(value) > _LONGEST_INPUT_SHOWN:
+        return ""
+    shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
+    return shown if len(shown) <= _LONGEST_INPUT_SHOWN else ""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.security import HTTPBearer
 from starlette.types import Receive, Scope, Send
 
 from midflight.errors import GenerationError
 from midflight.generation.disconnects import CLIENT_CLOSED_REQUEST, unless_disconnected
-from midflight.generation.http_errors import ERROR_RESPONSES, ApiError, as_api_error, require_admin
+from midflight.generation.http_errors import BEARER, CALLER, ERROR_RESPONSES, ApiError, as_api_error, require_admin
 from midflight.generation.request_parsing import (
     AsyncTokenizer,
     ServedModel,
@@ -34,13 +33,13 @@ from midflight.types import WeightLabel
 
 # Fields with which a stranger could take the id of a rollout of the run, or make the server wait for weights.
 _RUN_FIELDS = ("rollout_id", "generated", "weight_lineage", "min_weight_version")
-_BEARER = HTTPBearer(auto_error=False)
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRouter:
     """Create the OpenAI routes."""
-    router = APIRouter(tags=["generation"], responses=ERROR_RESPONSES)
+    # The gate checks the key. The dependency documents it.
+    router = APIRouter(tags=["generation"], responses=ERROR_RESPONSES, dependencies=[Depends(BEARER)])
     text = AsyncTokenizer(model.tokenizer)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=_STREAMED)
@@ -94,9 +93,9 @@ async def _answer(
     *,
     echo: bool = False,
 ) -> Response:
-    body = builder.body
+    body, caller = builder.body, request.scope[CALLER]
     if any(getattr(body, name) is not None for name in _RUN_FIELDS):
-        require_admin(request, await _BEARER(request))
+        require_admin(request)
     requests = generation_requests(model, body, builder.prompts, max_tokens, score_prompts=echo)
     stop = requests[0].sampling.stop
     _check_weights(body, served_requests.driver.active)
@@ -107,7 +106,8 @@ async def _answer(
         builder.text.decode,
         builder.text.stop_rules(stop) if stop else None,
         chunk_tokens=chunk_tokens,
-        wait=body.rollout_id is None,
+        unique=body.rollout_id is not None,
+        client=None if caller.is_admin else caller.name,
     )
     answer = _stream(start, builder, bool(options and options.include_usage)) if body.stream else _whole(start, builder)
     return await unless_disconnected(request, answer) or Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -47,28 +47,36 @@ def stream_router(driver: GeneratorDriver, stop_rules: StopRules) -> APIRouter:
     @router.websocket(PATH)
     async def rollouts(websocket: WebSocket) -> None:
         # Browsers send an origin. They are no clients of a run, and would connect for any page that asks.
-        if not _is_admin(websocket) or "origin" in websocket.headers:
+        # The gate has checked the admin token.
+        if "origin" in websocket.headers:
             await websocket.close(_POLICY_VIOLATION)
             return
         await websocket.accept()
-        await RolloutConnection(websocket, driver, stop_rules).serve()
+        driver.num_runs += 1
+        try:
+            await RolloutConnection(websocket, driver, stop_rules).serve()
+        finally:
+            driver.num_runs -= 1
 
     return router
 
 
-def _is_admin(websocket: WebSocket) -> bool:
-    expected: str | None = websocket.app.state.admin_token
-    given = websocket.headers.get("authorization", "")
-    return expected is None or hmac.compare_digest(given.encode(), f"Bearer {expected}".encode())
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A rollout in flight. `cut`: ends it at a stop string."""
+
+    rollout_id: RolloutId
+    cut: StopCut | None
 
 
 class RolloutConnection:
-    """One client. Its rollouts end with the connection."""
+    """One client. Its rollouts end with the connection. The driver knows them by ids of their own."""
 
     def __init__(self, websocket: WebSocket, driver: GeneratorDriver, stop_rules: StopRules) -> None:
         self._websocket, self._driver, self._stop_rules = websocket, driver, stop_rules
         self._loop = asyncio.get_running_loop()
-        self._open: dict[RolloutId, StopCut | None] = {}
+        self._open: dict[RolloutId, _Open] = {}  # by the driver's id
+        self._ids: dict[RolloutId, RolloutId] = {}  # the driver's ids by rollout id
         self._outgoing: deque[Progress | FromServer] = deque()  # appended to by the driver's thread
         self._has_outgoing = asyncio.Event()
         self._is_woken = False
@@ -91,13 +99,13 @@ class RolloutConnection:
     def _handle(self, frame: bytes) -> None:
         message = decode_from_client(frame)
         if isinstance(message, Abort):
-            aborted = self._driver.abort([RolloutId(number) for number in message.rollout_ids])
-            self._reply_to(message.number, aborted)
+            ids = (self._ids.get(RolloutId(number)) for number in message.rollout_ids)
+            self._reply_to(message.number, self._driver.abort([key for key in ids if key is not None]))
         else:
             self._add(message)
 
     def _add(self, message: Add) -> None:
-        requests = [request.generation_request() for request in message.requests]
+        requests = self._driver.numbered(request.generation_request() for request in message.requests)
         refusal = self._refusal(message)
         if refusal is not None:
             self._put(refusal)
@@ -105,7 +113,9 @@ class RolloutConnection:
         chunk_tokens = max(1, message.chunk_tokens)
         for request in requests:
             stop = request.sampling.stop
-            self._open[request.rollout_id] = StopCut(self._stop_rules(stop)) if stop else None
+            cut = StopCut(self._stop_rules(stop)) if stop else None
+            self._open[request.rollout_id] = _Open(request.name, cut)
+            self._ids[request.name] = request.rollout_id
             if stop:
                 chunk_tokens = min(chunk_tokens, STOP_CHUNK_TOKENS)
         added = self._driver.add(requests, self._on_progress, chunk_tokens)
@@ -115,9 +125,12 @@ class RolloutConnection:
     def _refusal(self, message: Add) -> Reply | None:
         """Refuse requests that the server must not sample: an id is in flight, or its weights are too old."""
         weights, number = self._driver.active, message.number
-        taken = next((request.rollout_id for request in message.requests if request.rollout_id in self._open), None)
+        ids = [RolloutId(request.rollout_id) for request in message.requests]
+        taken = next((rollout_id for rollout_id in ids if rollout_id in self._ids), None)
         if taken is not None:
             return Reply(number, "request", f"request {taken} is in flight already")
+        if len(set(ids)) < len(ids):
+            return Reply(number, "request", "two requests have the same id; every request needs its own")
         if message.lineage is None or weights.covers(message.lineage, message.min_version):
             return None
         text = (
@@ -129,7 +142,12 @@ class RolloutConnection:
     def _forget_refused(self, added: Future[None], requests: list[GenerationRequest]) -> None:
         if added.exception() is not None:
             for request in requests:
-                self._open.pop(request.rollout_id, None)
+                self._forget(request.rollout_id)
+
+    def _forget(self, key: RolloutId) -> None:
+        rollout = self._open.pop(key, None)
+        if rollout is not None:
+            del self._ids[rollout.rollout_id]
 
     def _reply_to(self, number: int, future: Future[Any]) -> None:
         def reply(done: Future[Any]) -> None:
@@ -181,15 +199,14 @@ class RolloutConnection:
         return messages
 
     def _chunk(self, progress: Progress) -> Chunk | None:
-        rollout_id = progress.rollout_id
-        if rollout_id not in self._open:  # a stop string has ended this rollout already
+        rollout = self._open.get(progress.rollout_id)
+        if rollout is None:  # a stop string has ended this rollout already
             return None
-        cut = self._open[rollout_id]
-        if cut is not None:
-            ends_here, progress = progress.finish_reason is None, cut.cut(progress)
+        if rollout.cut is not None:
+            ends_here, progress = progress.finish_reason is None, rollout.cut.cut(progress)
             if ends_here and progress.finish_reason is not None:
-                self._driver.abort([rollout_id])
+                self._driver.abort([progress.rollout_id])
         if progress.finish_reason is not None:
-            del self._open[rollout_id]
+            self._forget(progress.rollout_id)
         reason = progress.finish_reason.value if progress.finish_reason else ""
-        return Chunk(rollout_id, Tokens.of(progress.generated), reason)
+        return Chunk(rollout.rollout_id, Tokens.of(progress.generated), reason)

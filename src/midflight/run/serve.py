@@ -6,7 +6,6 @@ unblocked by   either; a signal aborts the requests in flight, so that every cli
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from midflight.config.section import OwnSection
 from midflight.engine.cache import PAGE_SIZE, page_bytes
 from midflight.engine.hf_module import module_shape
 from midflight.errors import RecipeError
+from midflight.generation.admission import QueueLimit
 from midflight.generation.driver import GeneratorDriver
+from midflight.generation.hosts import HostRules
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.launch.build import check_model, num_threads
@@ -28,7 +29,7 @@ from midflight.models.loading import load_config, load_model, load_tokenizer, st
 from midflight.models.prompts import PromptFormat
 from midflight.models.stopping import StopRules
 from midflight.protocols import WeightReceiver
-from midflight.weights.engine_control import TOKEN_VARIABLE
+from midflight.run.secrets import access_of
 from midflight.weights.specs import specs_of
 
 _KEEPALIVE_S = 30
@@ -51,7 +52,7 @@ def serve_model(
     Raises: RecipeError if the [serve] settings do not work; ModelError; KeyboardInterrupt after Ctrl-C.
     """
     config, path = recipe.serve, recipe.model.path
-    admin_token = _admin_token(recipe)
+    access = access_of(recipe)
     tokenizer = check_model(recipe)
     recipe, max_total_tokens = with_model_limits(recipe) if limits_of_model else (recipe, None)
     listener = _listen(config.host, config.port)
@@ -75,12 +76,15 @@ def serve_model(
             max_tokens=recipe.sampling.max_tokens,
             max_samples=config.max_samples,
         )
-        driver = GeneratorDriver(engine)
+        driver = GeneratorDriver(engine, config.num_in_flight)
         app = create_app(
             driver,
             model,
             specs_of(weights),
-            admin_token=admin_token,
+            access=access,
+            hosts=HostRules((config.host, socket.gethostname(), *config.allowed_hosts), config.allowed_origins),
+            origins=config.allowed_origins,
+            queue=QueueLimit(config.max_queue, config.max_queue_per_client),
             max_body_bytes=config.max_body_bytes,
             device=recipe.engine.device,
             receiver=receiver,
@@ -153,25 +157,6 @@ def _memory_bytes(device: str) -> int:
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _admin_token(recipe: Recipe) -> str | None:
-    """Return the admin token, if any. Raises: RecipeError if without one the whole network could change the weights."""
-    secret, host = recipe.serve.admin_token, recipe.serve.host
-    token = secret.get_secret_value() if secret else os.environ.get(TOKEN_VARIABLE)
-    if not token and not _is_loopback(host):
-        raise RecipeError(
-            f"serve.host = {host!r} is not loopback, so an admin token is needed: set serve.admin_token or"
-            f" {TOKEN_VARIABLE}; host 127.0.0.1 would work without"
-        )
-    return token or None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -48,14 +48,14 @@ class ScriptedEngine:
     """
 
     def __init__(self, num_slots: int, step_s: float, length: int) -> None:
-        self._num_slots, self._step_s, self._length = num_slots, step_s, length
+        self.num_slots, self._step_s, self._length = num_slots, step_s, length
         self._running: dict[RolloutId, _Running] = {}
         self._waiting: dict[RolloutId, GenerationRequest] = {}
         self._ends: defaultdict[int, list[RolloutId]] = defaultdict(list)  # by step
         self._updates: list[tuple[int, int]] = [(0, 0)]  # (first step, version)
         self._num_steps = self._num_started = 0
         self._next_step_s = 0.0
-        self.num_sampled = self.num_slots = 0  # tokens; slots of all steps
+        self.num_sampled = self.num_offered = 0  # tokens; slots of all steps
 
     @property
     def weight_version(self) -> int:
@@ -89,11 +89,11 @@ class ScriptedEngine:
         now_s = time.monotonic()
         self._next_step_s = max(self._next_step_s + self._step_s, now_s)
         time.sleep(self._next_step_s - now_s)
-        while self._waiting and len(self._running) < self._num_slots:
+        while self._waiting and len(self._running) < self.num_slots:
             self._start(self._waiting.pop(next(iter(self._waiting))))
         self._num_steps += 1
         self.num_sampled += len(self._running)
-        self.num_slots += self._num_slots
+        self.num_offered += self.num_slots
         ended = [rollout_id for rollout_id in self._ends.pop(self._num_steps, ()) if self._is_over(rollout_id)]
         return [self._take(rollout_id, FinishReason.LENGTH) for rollout_id in ended]
 
@@ -110,8 +110,8 @@ class ScriptedEngine:
         known = request.generated.weight_versions if request.generated else np.zeros(0, np.int32)
         self._num_started += 1
         length = self._length
-        if self._num_started <= self._num_slots:
-            length = max(1, length * self._num_started // self._num_slots)
+        if self._num_started <= self.num_slots:
+            length = max(1, length * self._num_started // self.num_slots)
         last_step = self._num_steps + max(1, length - len(known))
         self._running[request.rollout_id] = _Running(self._num_steps, last_step, known)
         self._ends[last_step].append(request.rollout_id)
@@ -198,7 +198,7 @@ async def _serve_all(engines: Sequence[ScriptedEngine], length: int, connection:
     for engine in engines:
         listener = socket.create_server((_HOST, 0), backlog=128)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        app = create_app(GeneratorDriver(engine), model, (), receiver=_EmptyWeights())
+        app = create_app(GeneratorDriver(engine, engine.num_slots), model, (), receiver=_EmptyWeights())
         listeners.append(listener)
         servers.append(_Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30)))
     connection.send([f"http://{_HOST}:{listener.getsockname()[1]}" for listener in listeners])
@@ -218,5 +218,5 @@ def _tell_figures(engines: Sequence[ScriptedEngine], connection: Connection) -> 
     with contextlib.suppress(EOFError, OSError):  # the other process has ended
         while True:
             connection.recv()
-            counts = (sum(engine.num_sampled for engine in engines), sum(engine.num_slots for engine in engines))
+            counts = (sum(engine.num_sampled for engine in engines), sum(engine.num_offered for engine in engines))
             connection.send((*counts, time.process_time()))

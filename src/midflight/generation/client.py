@@ -79,6 +79,7 @@ class HTTPGenerator:
         self._stream = RolloutStream(base_url, headers, timeout_s, self._coroutines, notify, self._adoption.learn)
         try:
             health = self._health()
+            self.num_slots = health.num_slots  # sequences that the server generates at a time; None: not known
             if lineage in (None, health.lineage):
                 self._adoption.weight_version = health.weight_version
             self._stream.connect()

@@ -46,6 +46,7 @@ def control_router(
         return Status(
             status="paused" if driver.paused else "ok",
             in_flight=driver.num_in_flight,
+            num_slots=driver.num_slots,
             backends=weights.backends,
             weight_version=active.version,
             lineage=active.lineage,

@@ -85,7 +85,7 @@ class GeneratorDriver:
     """
 
     def __init__(self, engine: LocalEngine, num_slots: int | None = None) -> None:
-        self._engine, self._guests = engine, Guests(engine, num_slots)
+        self._engine, self._guests, self.num_slots = engine, Guests(engine, num_slots), num_slots
         self._numbers = itertools.count()
         self.num_runs = 0
         self._condition = threading.Condition()

@@ -38,6 +38,7 @@ class Member:
     name: str
     generator: Generator
     hang_up: Callable[[], object]
+    num_slots: int | None = None  # sequences that it generates at a time; None: not known
     version: int = NO_VERSION  # of its weights, as of the last `Members.read_versions`
     samples: bool = False  # False: it is joining, or was set aside because it is late
     has_joined: bool = False

@@ -15,7 +15,10 @@ _SIBLINGS_AHEAD = 4
 
 
 class Placement:
-    """Placement policy: the member with the fewest requests gets the next one; siblings stay together within limits."""
+    """Placement policy: the member with the fewest requests gets the next one; siblings stay together within limits.
+
+    Members with a free slot come first, so that engines of different sizes are all kept busy.
+    """
 
     def __init__(self) -> None:
         self._newest_prompt: tuple[Int32Array, Member] | None = None
@@ -48,14 +51,20 @@ class Placement:
         def load(member: Member) -> int:
             return len(member.requests) + len(batches.get(member, ()))
 
-        chosen = min(eligible, key=load)
+        chosen = min(eligible, key=lambda member: (_is_full(member, load(member)), load(member)))
         if self._newest_prompt is not None:
             prompt, member = self._newest_prompt
             is_sibling = np.array_equal(prompt, request.prompt_token_ids)
-            if is_sibling and member in eligible and load(member) < load(chosen) + _SIBLINGS_AHEAD:
+            # A sibling must not wait for a slot while another member has a free one.
+            has_slot = not _is_full(member, load(member)) or _is_full(chosen, load(chosen))
+            if is_sibling and member in eligible and has_slot and load(member) < load(chosen) + _SIBLINGS_AHEAD:
                 chosen = member
         self._newest_prompt = request.prompt_token_ids, chosen
         return chosen
+
+
+def _is_full(member: Member, load: int) -> bool:
+    return member.num_slots is not None and load >= member.num_slots
 
 
 def newest_version_of(request: GenerationRequest) -> int:

@@ -105,12 +105,14 @@ class EnginePool:
         name: str,
         generator: Generator,
         hang_up: Callable[[], object] = lambda: None,
+        num_slots: int | None = None,
     ) -> None:
         """Add a member; it gets requests once its weights are no older than the pool's.
 
         `hang_up`: disconnects without waiting for the member; `abort` must then return the tokens that had arrived.
+        `num_slots`: sequences that the member generates at a time; None: not known.
         """
-        member = Member(name, generator, hang_up)
+        member = Member(name, generator, hang_up, num_slots)
         self._members.add(member)
         self._follow_versions([member])
         if self._news is not None:  # what the member told before it joined was ignored

@@ -219,6 +219,7 @@ class Status(BaseModel):
 
     status: Literal["ok", "paused"]
     in_flight: int
+    num_slots: int | None = Field(None, description="sequences that are generated at a time; more wait")
     protocol: int = PROTOCOL
     backends: list[str] = Field(description="backends of a process group that the server can join")
     weight_version: int

@@ -206,7 +206,7 @@ class Servers:
         else:
             candidate.is_member = True
             self._probes[name] = _Probe(generator, now_s + PROBE_S)
-            pool.join(name, generator, generator.close)
+            pool.join(name, generator, generator.close, generator.num_slots)
 
     def _continue_probe(self, name: str, probe: _Probe, pool: EnginePool, now_s: float) -> None:
         if probe.answer is None:

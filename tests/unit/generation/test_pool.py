@@ -164,14 +164,14 @@ class Controls:
         self.engines: dict[str, FakeEngine] = {}
         self.hold_back = False  # for engines that join later
 
-    def join(self, chunk_tokens: int = 1) -> FakeEngine:
+    def join(self, chunk_tokens: int = 1, num_slots: int | None = None) -> FakeEngine:
         name = f"e{len(self.engines)}"
         if self.news is None:
             engine = FakeEngine(self.arrivals, chunk_tokens, self.hold_back)
         else:
             engine = RemoteEngine(self.arrivals, chunk_tokens, self.hold_back, self.news.notifier(name))
         self.engines[name] = engine
-        self.pool.join(name, engine, engine.hang_up)  # type: ignore[arg-type]
+        self.pool.join(name, engine, engine.hang_up, num_slots)  # type: ignore[arg-type]
         return engine
 
     def _log(self, name: str, text: str) -> None:
@@ -240,6 +240,15 @@ def test_requests_are_spread_and_siblings_stay_together() -> None:
     assert sorted(second.running) == [4, 5, 6, 7, 12, 13, 14, 15]
     assert controls.pool.num_in_flight == 16
     assert len(controls.drain()) == 16
+
+
+def test_no_request_waits_for_a_slot_while_another_engine_has_one() -> None:
+    """Siblings part, and the larger engine gets the rest, although it has more requests than the other one."""
+    controls = Controls()
+    small, large = controls.join(num_slots=2), controls.join(num_slots=6)
+    for rollout_id in range(8):
+        controls.pool.add([request(rollout_id)])
+    assert (len(small.running), len(large.running)) == (2, 6)
 
 
 def test_requests_of_a_lost_engine_resume_from_arrived_tokens() -> None:

@@ -33,6 +33,7 @@ class Connected(ScriptedGenerator):
     """Client of a server; `refusal` is the server's answer to `adopt`."""
 
     hangs = False
+    num_slots = None
 
     def __init__(self, url: str, refusal: Exception | None) -> None:
         super().__init__(lambda rollout: 5)

@@ -1,4 +1,4 @@
-"""Commands `python -m benchmarks http` and `updates`, with small loads."""
+"""Commands `python -m benchmarks http`, `control` and `updates`, with small loads."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def test_updates_of_a_server_are_measured() -> None:
     rows = [(row["engine"], row["load"], row["updates"]) for row in result["rows"]]
     assert rows == [("embedded", "quiet", 4), ("embedded", "2 busy processes", 4), ("remote", "quiet", 4)]
     assert len(result["targets"]) == 5
+
+
+def test_a_fleet_of_scripted_servers_is_kept_busy() -> None:
+    load = ("--servers", "3", "--slots", "4", "--length", "40", "--seconds", "2", "--warm-up", "2")
+    result = bench("control", *load)
+    (row,) = result["rows"]
+    assert (row["servers"], row["slots"], row["length"]) == (3, 4, 40)
+    assert 0 < row["tokens_per_s"] <= 3 * 4 / row["step_s"] * 1.1
+    assert row["updates"] > 0
+    (target,) = result["targets"]
+    assert (target["value"], target["limit"]) == (row["idle"], 0.03)

@@ -43,6 +43,7 @@ from midflight.types import ChosenBatch
 
 _MOST_IDLE = 0.03
 _GROUP_SIZE = 8
+_PROMPT_TOKENS = 128  # at most
 _STREAM_CAPACITY = 64
 
 
@@ -212,7 +213,7 @@ def _recipe(fleet: Fleet) -> Recipe:
             f"schedule.num_in_flight={fleet.num_slots}",
             f"batch.group_size={_GROUP_SIZE}",
             f"batch.batch_size={_GROUP_SIZE * fleet.num_servers}",
-            f"batch.max_tokens={2 * fleet.length}",
+            f"batch.max_tokens={fleet.length + _PROMPT_TOKENS}",
         ],
     )
 

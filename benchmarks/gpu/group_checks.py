@@ -1,28 +1,30 @@
-"""Connections of the weight group from device memory: gloo over host memory, and NCCL as far as one device allows."""
+"""Connections of the weight group from device memory: TCP over host memory, and NCCL as far as one device allows."""
 
 from __future__ import annotations
 
 import json
+import queue
+import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.setting import NotApplicableError, Row, Setting
 from benchmarks.roofline import synchronize
-from midflight.weights.process_group import Invitation, Links, connect_links
+from midflight.weights.group_links import BroadcastLinks, ChainLinks, Links
+from midflight.weights.group_peers import PeerListener, Purpose, connect_to_peer, new_token
+from midflight.weights.group_store import EngineStore, TrainerStore
 
 _ADDRESS = "127.0.0.1"
 _TIMEOUT_S = 15.0
 _SIZES = (1, 4096, 40_000_000)  # bytes
 
 
-def gloo_from_the_device(setting: Setting) -> list[Row]:
-    """Send bytes of device memory to another process over gloo, by way of host memory."""
-    rows = _two_ranks(setting, "gloo")
+def tcp_from_the_device(setting: Setting) -> list[Row]:
+    """Send bytes of device memory to another process over TCP, by way of host memory."""
+    rows = _two_ranks(setting, "tcp")
     assert all(row["equal"] for row in rows), f"other bytes arrived: {rows}"
     return rows
 
@@ -30,13 +32,12 @@ def gloo_from_the_device(setting: Setting) -> list[Row]:
 def nccl_on_one_rank(setting: Setting) -> list[Row]:
     """Make a NCCL group of one rank and broadcast to itself: the library loads and works on this device."""
     _needs_cuda(setting)
-    store = TCPStore(_ADDRESS, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
     started = time.perf_counter()
-    links = _links(store, store.port, 0, 1, "nccl", setting.on)
+    links = BroadcastLinks(TrainerStore(_TIMEOUT_S), 0, 1, _TIMEOUT_S, setting.on)
     piece = torch.arange(1 << 20, device=setting.on, dtype=torch.int32).view(torch.uint8)
     expected = piece.clone()
     torch.cuda.synchronize()  # links have a stream of their own
-    links.send(piece, 0).wait()
+    links.send(piece).wait()
     assert torch.equal(piece, expected), "a broadcast to itself changed the bytes"
     seconds = time.perf_counter() - started
     links.abort()
@@ -68,24 +69,27 @@ def _needs_cuda(setting: Setting) -> None:
 
 def _two_ranks(setting: Setting, backend: str) -> list[Row]:
     """Send pieces of several sizes to a second process. Raises: RuntimeError with the reason of either rank."""
-    store = TCPStore(_ADDRESS, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
+    token = new_token()
+    connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    listener = PeerListener(_ADDRESS, token, 0, lambda purpose, rank, text, connection: connections.put(connection))
     other = torch.device("cuda", torch.cuda.device_count() - 1) if backend == "nccl" else torch.device("cpu")
-    arguments = [str(store.port), backend, str(other)]
-    receiver = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.group_checks", *arguments], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu.group_checks", str(listener.port), backend, str(other)]
+    receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        links = _links(store, store.port, 0, 2, backend, setting.on if backend == "nccl" else torch.device("cpu"))
+        assert receiver.stdin
+        print(token, file=receiver.stdin, flush=True)
+        links = _links_of_sender(connections.get(timeout=2 * _TIMEOUT_S), backend, setting.on)
         pieces = _pieces(setting.on)
         synchronize(setting.on)
-        for index, piece in enumerate(pieces):
-            links.send(piece if backend == "nccl" else piece.cpu(), index).wait()
+        for piece in pieces:
+            links.send(piece if backend == "nccl" else piece.cpu()).wait()
         output, _ = receiver.communicate(timeout=2 * _TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
+    except (subprocess.TimeoutExpired, queue.Empty) as error:
         raise RuntimeError("the receiving rank gave no answer") from error
     finally:
         receiver.kill()
         receiver.wait()
+        listener.close()
     answer = json.loads(output.strip().splitlines()[-1])
     if answer["error"]:
         raise RuntimeError(answer["error"])
@@ -93,10 +97,12 @@ def _two_ranks(setting: Setting, backend: str) -> list[Row]:
     return rows
 
 
-def _links(store: TCPStore, port: int, rank: int, world_size: int, backend: str, device: torch.device) -> Links:
-    kind = "nccl" if backend == "nccl" else "gloo"
-    invitation = Invitation(_ADDRESS, port, rank, world_size, _TIMEOUT_S, kind)  # type: ignore[arg-type]
-    return connect_links(store, _ADDRESS, rank, world_size, invitation, device)
+def _links_of_sender(connection: socket.socket, backend: str, device: torch.device) -> Links:
+    if backend == "tcp":
+        return ChainLinks(None, connection, _TIMEOUT_S)
+    store = TrainerStore(_TIMEOUT_S)
+    store.serve(connection)
+    return BroadcastLinks(store, 0, 2, _TIMEOUT_S, device)
 
 
 def _pieces(device: torch.device) -> list[torch.Tensor]:
@@ -104,14 +110,17 @@ def _pieces(device: torch.device) -> list[torch.Tensor]:
 
 
 def _receive(port: int, backend: str, device: torch.device) -> list[Row]:
-    store = TCPStore(_ADDRESS, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
-    links = _links(store, port, 1, 2, backend, device)
+    connection = connect_to_peer((_ADDRESS, port), input(), Purpose.LINK, (1, 0), _TIMEOUT_S)
+    if backend == "tcp":
+        links: Links = ChainLinks(connection, None, _TIMEOUT_S)
+    else:
+        links = BroadcastLinks(EngineStore(connection, _TIMEOUT_S), 1, 2, _TIMEOUT_S, device)
     rows: list[Row] = []
-    for index, expected in enumerate(_pieces(device)):
+    for expected in _pieces(device):
         piece = torch.zeros_like(expected)
         synchronize(device)
         started = time.perf_counter()
-        links.receive(piece, index).wait()
+        links.receive(piece).wait()
         seconds = time.perf_counter() - started
         equal = torch.equal(piece, expected)
         rows.append({"backend": backend, "bytes": len(piece), "seconds": seconds, "equal": equal})

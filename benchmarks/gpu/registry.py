@@ -46,7 +46,7 @@ CHECKS = (
     _check("decode_smollm2_shape", 100, "decode", "decode"),
     _check("updates_llama_1b_shape", 60, "updates", "updates"),
     _check("train_smollm2_shape", 60, "train", "train"),
-    _check("gloo_from_the_device", 40, "group"),
+    _check("tcp_from_the_device", 40, "group"),
     _check("nccl_on_one_rank", 40, "group"),
     _check("nccl_twice_on_one_device", 50, "group"),
     _check("decode_llama_1b_shape", 110, "decode", "decode"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from contract.weight_sending import Sender, Weights, incoming
 from midflight.errors import GenerationLostError, WeightUpdateError
 from midflight.generation.access import Access
 from midflight.generation.client import HTTPGenerator
+from midflight.generation.http_errors import ApiError
+from midflight.generation.weight_hosts import WeightHosts
 from midflight.models.loading import weights_of
 from midflight.testing.tiny_models import tiny_engine, tiny_model
 from midflight.types import RolloutId, WeightLabel
@@ -23,6 +27,15 @@ if TYPE_CHECKING:
     from contract.conftest import Server, StartServer
 
 NEW = weights_of(tiny_model(seed=1))
+TOKEN = "0123456789abcdef" * 4
+INVITATION = {
+    "master_address": "127.0.0.1",
+    "master_port": 1,
+    "rank": 1,
+    "world_size": 2,
+    "token": TOKEN,
+    "timeout_s": 1,
+}
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -220,7 +233,7 @@ def test_admin_routes_need_the_token(start_server: StartServer) -> None:
         "/abort": {"rollout_ids": []},
         "/pause": None,
         "/resume": None,
-        "/init_process_group": {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2},
+        "/init_process_group": INVITATION,
         "/request_weight_update": announcement(1),
         "/adopt": {"version": 1},
     }
@@ -264,14 +277,76 @@ def test_strangers_cannot_use_the_fields_of_a_run(start_server: StartServer, fie
 
 
 def test_absent_process_group_is_refused(server: Server) -> None:
-    body = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2, "timeout_s": 1}
     refusals: dict[str, dict[str, object]] = {
         "rank 1 cannot join 127.0.0.1:1: ": {},
         "rank is 2, not 1 to 1": {"rank": 2},
-        "rank 1 cannot join nowhere.invalid:1: ": {"master_address": "nowhere.invalid"},
-        "the sender follows version 9 of the protocol, and this server version 1": {"protocol": 9},
+        "no address of 'nowhere.invalid'": {"master_address": "nowhere.invalid"},
+        "the sender follows version 9 of the protocol, and this server version 2": {"protocol": 9},
     }
     for message, change in refusals.items():
-        status, _, text = error_of(server.http.post("/init_process_group", json={**body, **change}))
+        status, _, text = error_of(server.http.post("/init_process_group", json={**INVITATION, **change}))
         assert status == 400
         assert text.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"master_address": "a" * 64 + ".invalid"},  # longer than a label of a host name may be
+        {"master_address": "a" * 255},
+        {"master_address": "a..b"},
+        {"master_address": "127.0.0.1\0.invalid"},
+        {"master_address": "127.0.0.1 "},
+        {"master_address": " "},
+        {"master_address": ""},
+        {"master_address": "\u00e9" * 64},
+        {"master_address": "\ud800"},
+        {"master_address": "::1%nowhere"},
+        {"master_address": "::1%" + "a" * 80},
+        {"master_address": "[::1]"},
+        {"master_address": "http://127.0.0.1"},
+        {"master_address": "256.1.1.1"},
+        {"master_address": "::1"},
+        {"master_address": None},
+        {"master_port": 0},
+        {"master_port": 65536},
+        {"master_port": "http"},
+        {"token": "short"},
+        {"token": None},
+        {"backend": "gloo"},
+        {"timeout_s": 0},
+    ],
+)
+def test_invitations_that_lead_nowhere_are_refused(server: Server, change: dict[str, object]) -> None:
+    body = json.dumps({**INVITATION, **change})  # escapes what UTF-8 cannot encode
+    response = server.http.post("/init_process_group", content=body, headers={"Content-Type": "application/json"})
+    status, _, message = error_of(response)
+    assert status == 400
+    assert message
+    assert TOKEN not in message
+    assert server.http.post("/v1/completions", json={"prompt": [3], "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "2001:db8::1", "fe80::1%lo", "::ffff:192.0.2.1"])
+def test_invitations_to_other_hosts_need_a_setting(start_server: StartServer, host: str) -> None:
+    """The client is on this machine. The addresses belong to nobody, and nothing is sent to them."""
+    body = {**INVITATION, "master_address": host}
+    status, _, message = error_of(start_server().http.post("/init_process_group", json=body))
+    assert status == 403
+    assert message.endswith("add this address to serve.weight_hosts")
+    elsewhere = WeightHosts([ipaddress.ip_network("10.0.0.0/8")])
+    refused = start_server(weight_hosts=elsewhere).http.post("/init_process_group", json=INVITATION)
+    assert error_of(refused)[0] == 403
+    assert "this server does not take weights from 127.0.0.1" in error_of(refused)[2]
+
+
+def test_setting_allows_hosts_beside_the_client() -> None:
+    hosts = WeightHosts([ipaddress.ip_network("192.0.2.0/24"), ipaddress.ip_network("2001:db8::1")])
+    for host, client in (("192.0.2.7", "127.0.0.1"), ("2001:db8::1", None), ("::ffff:192.0.2.7", "198.51.100.1")):
+        assert hosts.address_of(host, 1, client) == host
+    own = WeightHosts()
+    for host, client in (("192.0.2.7", "192.0.2.7"), ("192.0.2.7", "::ffff:192.0.2.7"), ("127.0.0.2", "::1")):
+        assert own.address_of(host, 1, client) == host
+    for host, client in (("192.0.2.7", "192.0.2.8"), ("127.0.0.1", "192.0.2.7"), ("192.0.2.7", "nonsense")):
+        with pytest.raises(ApiError):
+            own.address_of(host, 1, client)

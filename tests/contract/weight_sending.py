@@ -45,7 +45,7 @@ class Sender:
 
     def __init__(self, *urls: str, adopt: bool = False, token: str | None = None, timeout_s: float = 20.0) -> None:
         self._urls = dict(zip(map(str, range(len(urls))), urls, strict=True))
-        self._settings = GroupSettings("gloo", None, timeout_s, torch.device("cpu"))
+        self._settings = GroupSettings("tcp", None, timeout_s, torch.device("cpu"))
         self._control = _Control(token, timeout_s, adopt)
         self._group: GroupSource | None = None
 

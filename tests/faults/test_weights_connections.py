@@ -45,8 +45,8 @@ def control(text: bytes, after_bytes: int = 0) -> Callable[[WeightLink], Place]:
     return lambda link: link.control(text, after_bytes=after_bytes)
 
 
-def store(after_bytes: int) -> Callable[[WeightLink], Place]:
-    return lambda link: link.store(after_bytes=after_bytes)
+def join(after_bytes: int) -> Callable[[WeightLink], Place]:
+    return lambda link: link.join(after_bytes=after_bytes)
 
 
 def incoming(after_bytes: int) -> Callable[[WeightLink], Place]:
@@ -92,10 +92,11 @@ FORMING = [
     Cut("the invitation is lost", control(INVITATION, 20), Connection.swallow, new_group=True),
     Cut("the invitation is held back", control(INVITATION, 20), Connection.hold, lasts=True, new_group=True),
     Cut("the answer to the invitation is cut off", control(INVITATION), in_answer(Connection.drop, 9), new_group=True),
-    Cut("the store is reset at its first byte", store(0), Connection.reset, new_group=True),
-    Cut("the store is reset", store(200), Connection.reset, new_group=True),
-    Cut("the store is silent", store(200), Connection.hold, lasts=True, new_group=True),
-    Cut("the store is late", store(0), delayed, new_group=True),
+    Cut("the way in is reset at its first byte", join(0), Connection.reset, new_group=True),
+    Cut("the way in is reset during the proof", join(60), Connection.reset, new_group=True),
+    Cut("the way in is reset after the proof", join(90), Connection.reset, new_group=True),
+    Cut("the way in is silent", join(60), Connection.hold, lasts=True, new_group=True),
+    Cut("the way in is late", join(0), delayed, new_group=True),
 ]
 SERIES = {"control": ANNOUNCEMENTS + ADOPTIONS, "buckets": BUCKETS, "forming": FORMING}
 

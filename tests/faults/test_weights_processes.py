@@ -19,7 +19,7 @@ from faults.weight_links import WeightLink
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(500)]
 
 PHASES: dict[str, Callable[[WeightLink], Place]] = {
-    "while a group is formed": lambda link: link.store(after_bytes=100),
+    "while a group is formed": lambda link: link.join(after_bytes=60),
     "at the announcement": lambda link: link.control(b"POST /request_weight_update"),
     "during the broadcast": lambda link: link.data(after_bytes=1_200_000),
     "at the adoption": lambda link: link.control(b"POST /adopt"),

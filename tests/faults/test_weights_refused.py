@@ -78,7 +78,7 @@ def test_servers_that_do_not_fit_are_left_out_by_name(tmp_path: Path) -> None:
         expected = {
             "deeper": "'model.layers.3.",
             "wider": "'model.layers.0.mlp.",
-            "older": "version 0 of the weight routes",
+            "older": "version 1 of the weight routes",
             "nowhere": "127.0.0.1:9",
             "unroutable": "192.0.2.1:9",
             "nonsense": "ftp:/",
@@ -109,7 +109,7 @@ def join(members: Fleet, name: str, *overrides: str) -> Server:
 
 
 def answer_of_an_older_protocol(direction: Direction, chunk: bytes) -> bytes:
-    return chunk.replace(b'"protocol":1', b'"protocol":0') if direction == "down" else chunk
+    return chunk.replace(b'"protocol":2', b'"protocol":1') if direction == "down" else chunk
 
 
 HTTP = ("engine.type=http", "weights.type=process_group")

@@ -1,27 +1,23 @@
 """All connections of a server through proxies, also those that the weights take.
 
     trainer, rollout process ──► control ──► server: HTTP
-    server                   ──► store   ──► the trainer's store: gloo's addresses are exchanged here
-    other members            ──► data    ──► server: buckets of weights, in both directions
+    server                   ──► join    ──► the trainer: the addresses of the members are exchanged here
+    the previous member      ──► data    ──► server: buckets of weights
 
-Nobody is told: the control proxy puts the port of the store proxy into the invitation to a process group. The store
-proxy puts the address of the data proxy into what the server publishes. Every rewritten text keeps its length.
+Nobody is told: the control proxy puts the port of the join proxy into the invitation to a process group. The join proxy
+puts the port of the data proxy into what the server publishes. Every rewritten text keeps its length.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import struct
 
 from faults.tcp_proxy import Direction, Place, ProxyLoop, Rewrite, TcpProxy, Ways
 
-_STORE_PORT = re.compile(rb'(?<="master_port":)( ?)(\d{5})\b')
-_SOCKET_ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00\x01|\x00\x00\x00\x00)\x00{8}", re.DOTALL)
-_LOOPBACK = bytes([127, 0, 0, 1])
-# Of two members, the one whose own address is larger connects to the other. Real addresses are 127.0.0.1.
-_CONNECTS = bytes([0, 0, 0, 0])  # smaller, and reaches this machine as well
-_LISTENS = bytes([127, 0, 0, 9])  # larger; no member ever connects to it
+_TRAINER_PORT = re.compile(rb'(?<="master_port":)( ?)(\d{5})\b')
+_OWN_PORT = re.compile(rb"(?<=127\.0\.0\.1 )(\d{5})$")
+_MEMBER_PORT = re.compile(rb"(?<=\xa4port\xcd)(..)", re.DOTALL)  # in msgpack
 
 
 class WeightLink:
@@ -33,10 +29,10 @@ class WeightLink:
         self._loop, self._index = loop, next(self._indices)
         self._control = loop.proxy(address, f"control-{self._index}", self.rewrite_control)
         self._rewrite_answer: Rewrite = lambda direction, chunk: chunk
-        self._stores: dict[int, TcpProxy] = {}
+        self._joins: dict[int, TcpProxy] = {}
         self._kind = f"data-{self._index}"
-        self._data: dict[int, TcpProxy] = {}  # to this member, by the port that gloo listens on
-        self._pairs: dict[tuple[int, int], TcpProxy] = {}  # to the members of later links, by link and port
+        self._data: dict[int, TcpProxy] = {}  # to this member, by the port that it listens on
+        self._pairs: dict[tuple[int, int], TcpProxy] = {}  # to other members, by link and port
 
     @property
     def url(self) -> str:
@@ -54,9 +50,9 @@ class WeightLink:
         """Place in the requests to the server."""
         return Place(self._control.kind, direction, text, after_bytes)
 
-    def store(self, direction: Direction = "up", after_bytes: int = 0) -> Place:
-        """Place between the server and the store of the process group."""
-        return Place(f"store-{self._index}", direction, after_bytes=after_bytes)
+    def join(self, direction: Direction = "up", after_bytes: int = 0) -> Place:
+        """Place in the server's way into a process group."""
+        return Place(f"join-{self._index}", direction, after_bytes=after_bytes)
 
     def data(self, direction: Direction = "up", after_bytes: int = 0) -> Place:
         """Place in the weights; "up": on their way to the server."""
@@ -68,39 +64,34 @@ class WeightLink:
 
     def rewrite_control(self, direction: Direction, chunk: bytes) -> bytes:
         if direction == "down":
-            # The trainer recognizes its group in an answer by the port of its store.
-            for port, proxy in list(self._stores.items()):
+            # The trainer recognizes its group in an answer by its port.
+            for port, proxy in list(self._joins.items()):
                 chunk = chunk.replace(b"127.0.0.1:%d" % proxy.address[1], b"127.0.0.1:%d" % port)
             return self._rewrite_answer(direction, chunk)
-        return _STORE_PORT.sub(lambda match: match[1] + b"%05d" % self._store_port(int(match[2])), chunk)
+        return _TRAINER_PORT.sub(lambda match: match[1] + self._join_port(int(match[2])), chunk)
 
-    def _store_port(self, port: int) -> int:
-        if port not in self._stores:
-            kind = f"store-{self._index}"
-            self._stores[port] = self._loop.proxy(("127.0.0.1", port), kind, self._rewrite_store)
-        proxy_port = self._stores[port].address[1]
-        assert len(str(proxy_port)) == 5, "the ports of this machine have fewer digits than expected"
-        return proxy_port
+    def _join_port(self, port: int) -> bytes:
+        if port not in self._joins:
+            kind = f"join-{self._index}"
+            self._joins[port] = self._loop.proxy(("127.0.0.1", port), kind, self._rewrite_join)
+        return _digits(self._joins[port].address[1])
 
-    def _rewrite_store(self, direction: Direction, chunk: bytes) -> bytes:
-        return _SOCKET_ADDRESS.sub(self._published if direction == "up" else self._read, chunk)
+    def _rewrite_join(self, direction: Direction, chunk: bytes) -> bytes:
+        if direction == "up":
+            return _OWN_PORT.sub(lambda match: self._published(int(match[1])), chunk)
+        return _MEMBER_PORT.sub(lambda match: self._read(int.from_bytes(match[1])), chunk)
 
-    def _published(self, match: re.Match[bytes]) -> bytes:
-        """Address that the trainer gets of this member; the other members get one of their own in `_read`."""
-        (port,) = struct.unpack(">H", match[1])
+    def _published(self, port: int) -> bytes:
+        """Port that the trainer gets of this member; the other members get one of their own in `_read`."""
         if port not in self._data:
             proxy = self._loop.proxy(("127.0.0.1", port), self._kind)
             self._data[port] = proxy
             _PUBLISHED[proxy.address[1]] = self._index, port
-        return _socket_address(self._data[port].address[1], _CONNECTS)
+        return _digits(self._data[port].address[1])
 
-    def _read(self, match: re.Match[bytes]) -> bytes:
-        """Address that this member gets of another one: it connects only to the proxies of later links."""
-        (port,) = struct.unpack(">H", match[1])
-        index, real_port = _PUBLISHED.get(port, (-1, 0))
-        if match[2] != _CONNECTS or index <= self._index:
-            return _socket_address(port, _LISTENS)
-        pair = index, real_port
+    def _read(self, port: int) -> bytes:
+        """Port that this member gets of another one."""
+        pair = index, real_port = _PUBLISHED.get(port, (-1, port))
         if pair not in self._pairs:
             other = f"data-{index}"
             ways: Ways = {
@@ -108,11 +99,12 @@ class WeightLink:
                 "down": {(self._kind, "up"), (other, "down")},
             }
             self._pairs[pair] = self._loop.proxy(("127.0.0.1", real_port), self._kind, ways=ways)
-        return _socket_address(self._pairs[pair].address[1], _CONNECTS)
+        return self._pairs[pair].address[1].to_bytes(2)
 
 
-_PUBLISHED: dict[int, tuple[int, int]] = {}  # link and the port that gloo listens on, by the port that is published
+_PUBLISHED: dict[int, tuple[int, int]] = {}  # link and the port that the member listens on, by the port published
 
 
-def _socket_address(port: int, host: bytes) -> bytes:
-    return struct.pack("<H", 2) + struct.pack(">H", port) + host + bytes(8)
+def _digits(port: int) -> bytes:
+    assert port >= 10_000, "the ports of this machine have fewer digits than expected"
+    return b"%d" % port

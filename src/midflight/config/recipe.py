@@ -73,7 +73,7 @@ class Recipe(Section):
         if weights.backend == "nccl" and on_cpu:
             raise ValueError(
                 f"weights.backend = 'nccl' connects CUDA devices only, but {on_cpu[0]}.device = 'cpu';"
-                " weights.backend = 'gloo' would work"
+                " weights.backend = 'tcp' would work"
             )
         return self
 

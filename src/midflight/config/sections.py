@@ -178,8 +178,10 @@ class ProcessGroupWeightsConfig(Section):
     """The trainer broadcasts new weights to the servers of engine.type = "http"; the default with these servers."""
 
     type: Literal["process_group"] = "process_group"
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="library of the broadcast; auto: nccl if trainer.device and engine.device are CUDA devices"
+    backend: Literal["auto", "tcp", "nccl"] = Field(
+        "auto",
+        description="tcp: from server to server; nccl: a broadcast; auto: nccl if trainer.device and engine.device are"
+        " CUDA devices",
     )
     address: str | None = Field(
         None, min_length=1, description="address of the trainer as the servers reach it; default: by the route to them"

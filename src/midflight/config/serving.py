@@ -50,6 +50,11 @@ class ServeConfig(Section):
     allowed_origins: tuple[str, ...] = Field(
         (), description="sites such as https://example.com whose pages may send requests and read the answers"
     )
+    weight_hosts: tuple[pydantic.IPvAnyNetwork, ...] | None = Field(
+        None,
+        description="addresses or networks of trainers whose weights the server takes; default: the address that the"
+        " request to join comes from",
+    )
     model_name: str | None = Field(
         None, min_length=1, description="name of the model in requests; default: the name of its directory"
     )

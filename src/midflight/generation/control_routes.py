@@ -87,7 +87,7 @@ def control_router(
         return status()
 
     @router.post("/init_process_group", response_model=InitProcessGroupResponse, dependencies=admin)
-    async def init_process_group(body: InitProcessGroupRequest) -> InitProcessGroupResponse:
+    async def init_process_group(body: InitProcessGroupRequest, request: Request) -> InitProcessGroupResponse:
         """Join the process group that new weights will be sent over; leave the previous group."""
         if body.rank >= body.world_size:
             raise ApiError(400, f"rank is {body.rank}, not 1 to {body.world_size - 1}", param="rank")
@@ -99,7 +99,7 @@ def control_router(
                 param="protocol",
             )
         invitation = Invitation(**body.model_dump(exclude={"protocol"}))
-        return await weights.join(invitation)
+        return await weights.join(invitation, request.client and request.client.host)
 
     @router.post("/request_weight_update", response_model=WeightUpdateResponse, dependencies=admin)
     async def request_weight_update(body: WeightUpdateRequest) -> WeightUpdateResponse:

@@ -60,10 +60,16 @@ class InitProcessGroupRequest(Wire):
     master_port: int = Field(ge=1, le=65535)
     rank: int = Field(ge=1, lt=1 << 16, description="rank of this server; the sender has rank 0")
     world_size: int = Field(ge=2, le=1 << 16, description="number of processes: the sender and all receivers")
+    token: str = Field(
+        min_length=32,
+        max_length=256,
+        repr=False,
+        description="secret of this group; all of its members prove to know it",
+    )
     timeout_s: float = Field(
         DEFAULT_TIMEOUT_S, gt=0, le=3600, description="timeout for joining and for every bucket, seconds"
     )
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["tcp", "nccl"] = "tcp"
     protocol: int = Field(PROTOCOL, description="version of this contract that the sender follows")
 
 

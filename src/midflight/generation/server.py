@@ -20,6 +20,7 @@ from midflight.generation.openai_routes import openai_router
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.served_requests import ServedRequests, too_many_requests
 from midflight.generation.stream_route import stream_router
+from midflight.generation.weight_hosts import WeightHosts
 from midflight.generation.weight_intake import WeightIntake
 from midflight.generation.weight_pull import WeightPull
 from midflight.models.stopping import StopRules
@@ -41,12 +42,14 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     device: str = "cpu",
     receiver: WeightReceiver | None = None,
+    weight_hosts: WeightHosts | None = None,
 ) -> FastAPI:
     """Create the application over a running driver; the application closes the driver at shutdown.
 
     `access`: secrets of the server; default: none. `hosts`: allowed values of the headers Host and Origin. `origins`:
     sites whose pages may read answers. `queue`: limit on the sequences of other clients than the run. `device`: device
     that receives new weights. `receiver`: weights that this server takes itself; None: a sender brings them.
+    `weight_hosts`: that a sender may have; default: the host that its request comes from.
     """
 
     @asynccontextmanager
@@ -57,7 +60,7 @@ def create_app(
             pull.close()
         driver.close()
 
-    weights = WeightIntake(driver, weight_specs, device)
+    weights = WeightIntake(driver, weight_specs, device, weight_hosts)
     pull = None if receiver is None else WeightPull(driver, receiver)
 
     served_requests = ServedRequests(driver, queue)

@@ -19,6 +19,7 @@ from midflight.errors import WeightUpdateError
 from midflight.generation.driver import GeneratorDriver
 from midflight.generation.http_errors import ApiError
 from midflight.generation.schemas import InitProcessGroupResponse, WeightUpdateRequest, WeightUpdateResponse
+from midflight.generation.weight_hosts import WeightHosts
 from midflight.protocols import IncomingWeights
 from midflight.types import TensorSpec
 from midflight.weights.group_receiver import ProcessGroupReceiver
@@ -35,21 +36,29 @@ class WeightIntake:
     `expected`: the tensors of the model; an announcement of other tensors is refused before anything is received.
     """
 
-    def __init__(self, driver: GeneratorDriver, expected: Sequence[TensorSpec], device: str = "cpu") -> None:
-        self._driver, self._device = driver, device
+    def __init__(
+        self,
+        driver: GeneratorDriver,
+        expected: Sequence[TensorSpec],
+        device: str = "cpu",
+        hosts: WeightHosts | None = None,
+    ) -> None:
+        """Start without a process group. `hosts`: that invitations may name; default: the client that sends one."""
+        self._driver, self._device, self._hosts = driver, device, hosts or WeightHosts()
         self._expected = {spec.name: spec for spec in expected}
-        self.backends = ["gloo"] if device == "cpu" else ["gloo", "nccl"]  # of process groups that it can join
+        self.backends = ["tcp"] if device == "cpu" else ["tcp", "nccl"]  # of process groups that it can join
         self._receiver: ProcessGroupReceiver | None = None
         self._replacing = threading.Lock()
         self._newest: Invitation | None = None
         self._receiving = asyncio.Lock()
 
-    async def join(self, invitation: Invitation) -> InitProcessGroupResponse:
-        """Join a process group; leave the previous one.
+    async def join(self, invitation: Invitation, client: str | None) -> InitProcessGroupResponse:
+        """Join a process group; leave the previous one. `client`: address that the invitation comes from.
 
-        Raises: WeightUpdateError if the group is not complete in time, or if a newer invitation comes meanwhile.
+        Raises: WeightUpdateError if the group is not complete in time, or if a newer invitation comes meanwhile;
+        ApiError 403 if the invitation names a host that is not allowed.
         """
-        return await asyncio.wrap_future(run_in_background(lambda: self._join(invitation)))
+        return await asyncio.wrap_future(run_in_background(lambda: self._join(invitation, client)))
 
     async def receive(self, body: WeightUpdateRequest) -> WeightUpdateResponse:
         """Receive announced weights and stage them; if the request says so, return when they are in use.
@@ -77,11 +86,12 @@ class WeightIntake:
         """State of the last or running receive."""
         return self._receiver.progress() if self._receiver else Progress()
 
-    def _join(self, invitation: Invitation) -> InitProcessGroupResponse:
+    def _join(self, invitation: Invitation, client: str | None) -> InitProcessGroupResponse:
+        address = self._hosts.address_of(invitation.master_address, invitation.master_port, client)
         self._newest = invitation
         self.close()
-        receiver = ProcessGroupReceiver(invitation, self._device)
-        if self._newest is not invitation:  # gloo may look for a lost member for long after its timeout
+        receiver = ProcessGroupReceiver(invitation, self._device, address)
+        if self._newest is not invitation:
             receiver.close()
             raise WeightUpdateError("a newer invitation has replaced this one")
         self._replace(receiver)

@@ -64,7 +64,7 @@ def transport_options(recipe: Recipe) -> dict[str, Any]:
     if isinstance(weights, ProcessGroupWeightsConfig):
         on_cuda = "cpu" not in (recipe.trainer.device, recipe.engine.device)
         if weights.backend == "auto":
-            options["backend"] = "nccl" if on_cuda else "gloo"
+            options["backend"] = "nccl" if on_cuda else "tcp"
         if weights.snapshot is None:
             options["snapshot"] = isinstance(recipe.trainer, SingleTrainerConfig)
     return options

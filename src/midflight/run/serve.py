@@ -23,6 +23,7 @@ from midflight.generation.driver import GeneratorDriver
 from midflight.generation.hosts import HostRules
 from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
+from midflight.generation.weight_hosts import WeightHosts
 from midflight.launch.build import check_model, num_threads
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, load_tokenizer, stop_token_ids, weights_of
@@ -88,6 +89,7 @@ def serve_model(
             max_body_bytes=config.max_body_bytes,
             device=recipe.engine.device,
             receiver=receiver,
+            weight_hosts=WeightHosts(config.weight_hosts),
         )
         settings = uvicorn.Config(
             app, log_level="warning", timeout_keep_alive=_KEEPALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S

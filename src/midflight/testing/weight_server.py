@@ -102,12 +102,12 @@ class WeightServer:
             "protocol": self.protocol,
             "lineage": self.lineage,
             "content": self.content,
-            "backends": ["gloo"],
+            "backends": ["tcp"],
         }
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self._join(Invitation(**body)) if path == "/init_process_group" else self._update(body)
+            return self._join(body) if path == "/init_process_group" else self._update(body)
         except WeightUpdateError as error:
             with self.changed:
                 self.failures.append(str(error))
@@ -126,11 +126,13 @@ class WeightServer:
         if self.receiver is not None:
             self.receiver.close()
 
-    def _join(self, invitation: Invitation) -> dict[str, Any]:
+    def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.pop("protocol") != self.protocol:
+            raise RefusalError(400, "protocol", "the sender follows another version of the protocol")
         self.at("invited")
         if self.receiver is not None:
             self.receiver.close()
-        self.receiver = ProcessGroupReceiver(invitation)
+        self.receiver = ProcessGroupReceiver(Invitation(**body))
         self.at("joined")
         return {"rank": self.receiver.rank, "world_size": self.receiver.world_size}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,7 +25,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from midflight.trainer.allocator import return_large_blocks_at_once
-from midflight.weights.process_group import reason_of_gloo
 
 # All other ranks wait while rank 0 writes a checkpoint.
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -114,8 +114,13 @@ def join_process_group(
     except RuntimeError as error:
         # gloo has no exception types of its own.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise ConnectionError(f"rank {rank} lost another rank: {reason_of_gloo(error)}") from error
+            raise ConnectionError(f"rank {rank} lost another rank: {_reason_of_gloo(error)}") from error
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _reason_of_gloo(error: Exception) -> str:
+    """First sentence of an error of gloo, without source locations."""
+    return re.sub(r"\[/\S+:\d+\] ", "", str(error).strip().partition("\n")[0]).partition(". ")[0]

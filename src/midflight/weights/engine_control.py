@@ -21,7 +21,7 @@ from midflight.weights.process_group import Announcement, Invitation
 from midflight.weights.progress import Progress
 
 TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # environment variable of the server and its clients
-PROTOCOL = 1  # version of the weight routes
+PROTOCOL = 2  # version of the weight routes
 # Longest wait for a short answer. A busy server may take seconds.
 ANSWER_S = 10.0
 
@@ -52,7 +52,7 @@ class Health:
     staged_version: int | None = None
     staged_lineage: str | None = None
     staged_content: int | None = None
-    backends: tuple[str, ...] = ("gloo",)
+    backends: tuple[str, ...] = ("tcp",)
 
     def newest(self, lineage: str) -> tuple[int | None, int | None]:
         """Newest version of this lineage on the server, and its content; None if it has no such weights."""
@@ -87,7 +87,8 @@ class EngineControl:
         """Ask a server to join; the answer comes when it has joined."""
         # The server needs the time twice: to wait for the other members, and to connect to them.
         timeout_s = 2 * self._timeout_s + self._answer_s
-        return self._submit(self._ask("POST", f"{url}/init_process_group", Any, timeout_s, asdict(invitation)))
+        body = {**asdict(invitation), "protocol": PROTOCOL}
+        return self._submit(self._ask("POST", f"{url}/init_process_group", Any, timeout_s, body))
 
     def announce(self, url: str, announcement: Announcement, lineage: str, content: int) -> Future[Any]:
         """Ask a server to receive weights; the answer comes when they are complete there.

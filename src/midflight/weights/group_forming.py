@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import httpx
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from midflight.errors import WeightUpdateError
 from midflight.weights.engine_control import EngineControl, EngineError, engine_error
-from midflight.weights.group_source import GroupSettings, GroupSource
-from midflight.weights.process_group import (
-    MEMBERS,
-    REFUSED,
-    Invitation,
-    connect_links,
-    local_address,
-    ready_key,
-    reason_of_gloo,
+from midflight.weights.group_links import BroadcastLinks, ChainLinks, Links
+from midflight.weights.group_peers import (
+    PeerListener,
+    Purpose,
+    connect_to_peer,
+    new_token,
+    send_message,
 )
+from midflight.weights.group_source import GroupSettings, GroupSource
+from midflight.weights.group_store import TrainerStore
+from midflight.weights.process_group import GroupMember, Invitation, local_address
 
 # For the answers of engines that were ready at the last moment.
 _GRACE_S = 0.5
@@ -51,10 +50,12 @@ def form_group(control: EngineControl, urls: Mapping[str, str], settings: GroupS
     Raises: WeightUpdateError if this machine cannot listen on its address, or has no route to the engines.
     """
     invitations = _Invitations(control, urls, settings)
+    formation = Formation(None, {})
     try:
-        return invitations.form()
+        formation = invitations.form()
+        return formation
     finally:
-        invitations.cancel()
+        invitations.close(keep_connections=formation.group is not None)
 
 
 class _Invitations:
@@ -62,86 +63,120 @@ class _Invitations:
 
     def __init__(self, control: EngineControl, urls: Mapping[str, str], settings: GroupSettings) -> None:
         self._control, self._urls, self._settings = control, urls, settings
-        self._address = settings.address or _address_for(urls.values())
-        try:
-            listener = socket.create_server((self._address, 0), family=_family(self._address))
-        except OSError as error:
-            raise WeightUpdateError(
-                f"cannot listen on {self._address}: {error.strerror}; set weights.address to an address of the"
-                " trainer's machine"
-            ) from error
-        self._port = listener.getsockname()[1]
-        self._timeout = timedelta(seconds=settings.timeout_s)
-        self._deadline_s = time.monotonic() + settings.timeout_s + _GRACE_S
-        self._store = TCPStore(
-            self._address, self._port, None, True, timeout=self._timeout, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        # A second connection, because a store is locked while it waits for a key.
-        refusals = self._store.clone()  # type: ignore[attr-defined]
-        self._answers: dict[str, Future[Any]] = {}
+        self._token = new_token()
+        self._store = TrainerStore(settings.timeout_s) if settings.backend == "nccl" else None
         self._ranks = dict(zip(urls, range(1, len(urls) + 1), strict=True))
+        self._ready: dict[int, GroupMember] = {}
+        self._members: list[GroupMember] | None = None  # None: not decided yet
+        self._connections: dict[int, socket.socket] = {}  # of the engines that have come, by rank
+        self._changed = threading.Condition()
+        address = settings.address or _address_for(urls.values())
+        try:
+            self._listener = PeerListener(address, self._token, 0, self._enter)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not the name or address of a host"
+            raise WeightUpdateError(
+                f"cannot listen on {address}: {reason}; set weights.address to an address of the trainer's machine"
+            ) from error
+        self._answers: dict[str, Future[Any]] = {}
         for name, url in urls.items():
-            answer = control.invite(url, self._invitation(self._ranks[name]))
-            answer.add_done_callback(lambda done, rank=self._ranks[name]: _refuse(refusals, rank, done))  # type: ignore[misc]
-            self._answers[name] = answer
+            self._answers[name] = control.invite(url, self._invitation(self._ranks[name]))
+            self._answers[name].add_done_callback(lambda _: self._notify())
 
     def form(self) -> Formation:
         """Wait for the engines; connect to the ones that are ready."""
-        keys = [ready_key(rank) for rank in self._ranks.values()]
-        with contextlib.suppress(RuntimeError):  # some are late
-            self._store.wait(keys, self._timeout)
-        addresses = {name: self._ready_address(name) for name in self._urls}
-        ready = [name for name, address in addresses.items() if address]
+        with self._changed:
+            self._changed.wait_for(self._is_settled, self._settings.timeout_s)
+            ready = {name: member for name, rank in self._ranks.items() if (member := self._ready.get(rank))}
+            self._members = list(ready.values())
         failures = {name: self._why_not(name) for name in self._urls if name not in ready}
-        self._store.set(MEMBERS, " ".join(f"{self._ranks[name]}@{addresses[name]}" for name in ready))
+        for member in self._members:
+            with contextlib.suppress(OSError):  # its answer says that it has not joined
+                send_message(self._connections[member.rank], self._members)
+        deadline_s = time.monotonic() + self._settings.timeout_s + _GRACE_S
         if not ready:
             return Formation(None, failures)
         try:
-            links = connect_links(
-                self._store, self._address, 0, len(ready) + 1, self._invitation(0), self._settings.device
-            )
-        except RuntimeError as error:
+            links = self._link(self._members)
+        except (OSError, RuntimeError) as error:
             lost = {name: self._why_not(name) for name in ready if self._has_failed(name)}
-            if not lost:
-                lost[ready[-1]] = EngineError(f"no connection to it: {reason_of_gloo(error)}", "failed")
-            return Formation(None, failures | lost)
-        name = f"{self._address}:{self._port}"
-        group = GroupSource(self._control, name, {name: self._urls[name] for name in ready}, self._store, links)
-        return self._checked(group, failures)
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            first = EngineError(f"no connection to it: {reason}", "failed")
+            return Formation(None, failures | (lost or {next(iter(ready)): first}))
+        name = f"{self._listener.address}:{self._listener.port}"
+        urls = {name: self._urls[name] for name in ready}
+        group = GroupSource(self._control, name, urls, links, list(self._connections.values()))
+        return self._checked(group, failures, deadline_s)
 
-    def cancel(self) -> None:
-        """Give up the invitations that are not answered."""
+    def close(self, keep_connections: bool) -> None:
+        """Stop listening, and give up the invitations that are not answered."""
+        self._listener.close()
         for answer in self._answers.values():
             answer.cancel()
+        for connection in () if keep_connections else self._connections.values():
+            connection.close()
 
-    def _checked(self, group: GroupSource, failures: dict[str, EngineError]) -> Formation:
+    def _enter(self, purpose: Purpose, rank: int, text: str, connection: socket.socket) -> None:
+        """Take a connection of an engine. Thread of the listener."""
+        if purpose is Purpose.STORE and self._store is not None:
+            self._store.serve(connection)
+            return
+        connection.settimeout(self._settings.timeout_s)
+        address, _, port = text.partition(" ")
+        with self._changed:
+            replaced, self._connections[rank] = self._connections.get(rank), connection
+            if self._members is None:
+                self._ready[rank] = GroupMember(rank, address, int(port))
+                self._changed.notify_all()
+            else:
+                send_message(connection, self._members)  # it comes too late, and learns it at once
+        if replaced is not None:
+            replaced.close()
+
+    def _link(self, members: list[GroupMember]) -> Links:
+        """Connect to the members. Raises: OSError, RuntimeError."""
+        timeout_s = self._settings.timeout_s
+        if self._store is not None:
+            return BroadcastLinks(self._store, 0, len(members) + 1, timeout_s, self._settings.device)
+        first = members[0]
+        ranks = (0, first.rank)
+        following = connect_to_peer((first.address, first.port), self._token, Purpose.LINK, ranks, timeout_s)
+        return ChainLinks(None, following, timeout_s)
+
+    def _checked(self, group: GroupSource, failures: dict[str, EngineError], deadline_s: float) -> Formation:
         """Wait for the members' answers to their invitations, all together no longer than for one."""
-        for name in group.urls:
-            with contextlib.suppress(EngineError, FutureTimeoutError):
-                self._answers[name].result(max(0.0, self._deadline_s - time.monotonic()))
-                continue
-            failures[name] = self._why_not(name)
-        if failures.keys() & group.urls.keys():
-            group.close()
-            return Formation(None, failures)
-        return Formation(group, failures)
+        wait([self._answers[name] for name in group.urls], max(0.0, deadline_s - time.monotonic()))
+        lost = {name: self._why_not(name) for name in group.urls if not self._has_joined(name)}
+        if not lost:
+            return Formation(group, failures)
+        group.close()
+        # The neighbors of an engine that gives no answer fail because of it.
+        silent = {name: error for name, error in lost.items() if not self._has_answered(name)}
+        return Formation(None, failures | (silent or lost))
 
     def _invitation(self, rank: int) -> Invitation:
         timeout_s, backend = self._settings.timeout_s, self._settings.backend
-        return Invitation(self._address, self._port, rank, len(self._urls) + 1, timeout_s, backend)
+        address, port = self._listener.address, self._listener.port
+        return Invitation(address, port, rank, len(self._urls) + 1, self._token, timeout_s, backend)
 
-    def _ready_address(self, name: str) -> str:
-        """Address of an engine that is ready; empty if it is not."""
-        key = ready_key(self._ranks[name])
-        if self._has_failed(name) or not self._store.check([key]):
-            return ""
-        address: str = self._store.get(key).decode()
-        return "" if address == REFUSED else address
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _is_settled(self) -> bool:
+        return all(rank in self._ready or self._has_failed(name) for name, rank in self._ranks.items())
+
+    def _has_joined(self, name: str) -> bool:
+        answer = self._answers[name]
+        return answer.done() and answer.exception() is None
 
     def _has_failed(self, name: str) -> bool:
         answer = self._answers[name]
         return answer.done() and answer.exception() is not None
+
+    def _has_answered(self, name: str) -> bool:
+        error = self._answers[name].exception() if self._answers[name].done() else None
+        return error is not None and engine_error(error).kind != "gone"
 
     def _why_not(self, name: str) -> EngineError:
         answer = self._answers[name]
@@ -150,19 +185,8 @@ class _Invitations:
         return engine_error(error) if error is not None else EngineError(late, "failed")
 
 
-def _refuse(store: TCPStore, rank: int, answer: Future[Any]) -> None:
-    """Mark an engine as not coming, so that nobody waits for it."""
-    if answer.cancelled() or answer.exception() is not None:
-        with contextlib.suppress(RuntimeError):  # the store may be closed
-            store.set(ready_key(rank), REFUSED)
-
-
 def _address_for(urls: Iterable[str]) -> str:
     """Address of this machine for all these servers: loopback only if all of them are here."""
     parsed = [httpx.URL(url) for url in urls]
     addresses = [local_address(url.host, url.port or 80) for url in parsed]
     return next((address for address in addresses if address not in ("127.0.0.1", "::1")), addresses[0])
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -5,7 +5,7 @@
     caller              waits for: the pieces of the next tensor
 
 The three work at the same time on different parts of a ring of a few buckets. Any error aborts the group on this rank.
-The trainer hears of it and closes the group; its other ranks notice at once that the trainer's store is gone.
+The trainer hears of it and closes the group; its other ranks notice at once that their connections to the trainer end.
 """
 
 from __future__ import annotations
@@ -13,33 +13,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from midflight.concurrency.background import run_in_background
 from midflight.errors import WeightUpdateError
 from midflight.weights.buckets import Bucket, place_in_ring, plan_buckets
-from midflight.weights.process_group import (
-    MEMBERS,
-    NUM_AHEAD,
-    Announcement,
-    Invitation,
-    Links,
-    Transfer,
-    connect_links,
-    local_address,
-    ready_key,
-    reason_of_gloo,
-)
+from midflight.weights.group_joining import join_group
+from midflight.weights.group_links import Transfer
+from midflight.weights.group_peers import end_connection
+from midflight.weights.process_group import NUM_AHEAD, Announcement, Invitation, addresses_of
 from midflight.weights.progress import Progress
 
 _JOIN_S = 2.0  # longest wait of `close` for transfers to fail
@@ -50,31 +39,26 @@ Lost = Literal["previous", "next", "group"]
 class ProcessGroupReceiver:
     """Membership of an engine in one process group; the constructor joins.
 
+    `address`: IP address of the trainer; default: the first one of the invitation's host.
     Raises: WeightUpdateError if the group is not complete in time, or was formed without this engine.
     """
 
-    def __init__(self, invitation: Invitation, device: torch.device | str = "cpu") -> None:
-        self._invitation = invitation
-        self._device = torch.device(device if invitation.backend == "nccl" else "cpu")
+    def __init__(self, invitation: Invitation, device: torch.device | str = "cpu", address: str | None = None) -> None:
+        self.is_chain = invitation.backend == "tcp"
+        self._device = torch.device("cpu" if self.is_chain else device)
         self._name = f"{invitation.master_address}:{invitation.master_port}"
-        self.rank, self.world_size = invitation.rank, invitation.world_size
-        self._peers: list[str] = []
         self._closed = threading.Event()
         self._incoming: _Incoming | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-        try:
-            # Stays open without a byte sent: it ends when the trainer closes the group or dies.
-            self._lifeline = _connect(invitation)
-        except OSError as error:
-            raise self._cannot_join(error.strerror or str(error)) from error
-        try:
-            self._links = self._join()
-        except RuntimeError as error:
-            self._lifeline.close()
-            raise self._cannot_join(reason_of_gloo(error)) from error
-        except BaseException:
-            self._lifeline.close()
-            raise
+        address = address or addresses_of(invitation.master_address, invitation.master_port)[0]
+        joined = join_group(invitation, address, self._device)
+        self.rank, self.world_size = joined.rank, len(joined.members) + 1
+        self._peers = [
+            f"the trainer at {invitation.master_address}",
+            *(f"the engine at {member.address}" for member in joined.members),
+        ]
+        # Ends without a byte sent when the trainer closes the group or dies.
+        self._links, self._lifeline = joined.links, joined.trainer
         threading.Thread(target=self._watch, name="weights group watch", daemon=True).start()
 
     @property
@@ -112,29 +96,6 @@ class ProcessGroupReceiver:
         if self._incoming is not None:
             self._incoming.join()
 
-    def _join(self) -> Links:
-        invitation = self._invitation
-        timeout = timedelta(seconds=invitation.timeout_s)
-        store = TCPStore(
-            invitation.master_address, invitation.master_port, None, False, timeout=timeout, wait_for_workers=False
-        )
-        address = local_address(invitation.master_address, invitation.master_port)
-        store.set(ready_key(invitation.rank), address)
-        store.wait([MEMBERS], timeout)
-        members = [entry.partition("@") for entry in store.get(MEMBERS).decode().split()]
-        ranks = [int(rank) for rank, _, _ in members]
-        if invitation.rank not in ranks:
-            raise WeightUpdateError(f"{self._name} formed the process group without this engine, which was late")
-        self.rank, self.world_size = ranks.index(invitation.rank) + 1, len(ranks) + 1
-        self._peers = [
-            f"the trainer at {invitation.master_address}",
-            *(f"the engine at {address}" for _, _, address in members),
-        ]
-        return connect_links(store, address, self.rank, self.world_size, invitation, self._device)
-
-    def _cannot_join(self, reason: str) -> WeightUpdateError:
-        return WeightUpdateError(f"rank {self._invitation.rank} cannot join {self._name}: {reason}")
-
     def _watch(self) -> None:
         with self._lifeline, contextlib.suppress(OSError):
             self._lifeline.recv(1)
@@ -148,8 +109,7 @@ class ProcessGroupReceiver:
             self._incoming.fail(lost, reason)
         if is_first:
             self._links.abort()
-            with contextlib.suppress(OSError):
-                self._lifeline.shutdown(socket.SHUT_RDWR)
+            end_connection(self._lifeline)
 
 
 class _Incoming:
@@ -173,9 +133,8 @@ class _Incoming:
         self._lost: Lost | Literal[""] = ""
         self._reason: str | None = None
         self._transfers: list[Future[None]] = []
-        is_chain = receiver._invitation.backend == "gloo"
-        self._source = receiver.rank - 1 if is_chain else 0
-        self._passes_on = is_chain and receiver.rank + 1 < receiver.world_size
+        self._source = receiver.rank - 1 if receiver.is_chain else 0
+        self._passes_on = receiver.is_chain and receiver.rank + 1 < receiver.world_size
         if not self._passes_on:
             self._num_passed_on = len(buckets)
         self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
@@ -218,26 +177,26 @@ class _Incoming:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the threads, after `fail`: at the end of the process, a thread inside of gloo would abort it."""
+        """Wait for the threads, after `fail`: at the end of the process, a thread inside of NCCL would abort it."""
         wait(self._transfers, _JOIN_S)
 
     def _receive(self) -> None:
         """Receive all pieces. Thread."""
         ahead: deque[tuple[Transfer, int]] = deque()
         try:
-            for number, piece, index in self._pieces():
+            for number, piece in self._pieces():
                 while not self._enter(number, wait=not ahead):
                     if not ahead:
                         return
                     self._finish_receiving(*ahead.popleft())
-                ahead.append((self._receiver._links.receive(piece, index), len(piece)))
+                ahead.append((self._receiver._links.receive(piece), len(piece)))
                 if len(ahead) == NUM_AHEAD:
                     self._finish_receiving(*ahead.popleft())
             while ahead:
                 self._finish_receiving(*ahead.popleft())
         except RuntimeError as error:
             previous = self._receiver._peers[self._source]
-            self._receiver._fail("previous", f"the connection to {previous} failed: {reason_of_gloo(error)}")
+            self._receiver._fail("previous", f"the connection to {previous} failed: {error}")
 
     def _pass_on(self) -> None:
         """Send all pieces to the next rank. Thread."""
@@ -245,7 +204,7 @@ class _Incoming:
         end = 0
         ends = list(itertools.accumulate(bucket.num_bytes for bucket in self._buckets))
         try:
-            for number, piece, index in self._pieces():
+            for number, piece in self._pieces():
                 end += len(piece)
                 while ahead and not self._has_ended(end):  # the next piece may need the room of these
                     self._finish_sending(*ahead.popleft())
@@ -254,22 +213,20 @@ class _Incoming:
                     if self._received < end:
                         return
                 num_left = number + (end == ends[number])
-                ahead.append((self._receiver._links.send(piece, index), len(piece), num_left))
+                ahead.append((self._receiver._links.send(piece), len(piece), num_left))
                 if len(ahead) == NUM_AHEAD:
                     self._finish_sending(*ahead.popleft())
             while ahead:
                 self._finish_sending(*ahead.popleft())
         except RuntimeError as error:
             following = self._receiver._peers[self._receiver.rank + 1]
-            self._receiver._fail("next", f"passing on to {following} failed: {reason_of_gloo(error)}")
+            self._receiver._fail("next", f"passing on to {following} failed: {error}")
 
-    def _pieces(self) -> Iterator[tuple[int, Tensor, int]]:
-        """Yield every piece in order: the number of its bucket, its memory, and its own number."""
-        index = 0
+    def _pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield every piece in order: the number of its bucket and its memory."""
         for number, (bucket, slot) in enumerate(zip(self._buckets, self._slots, strict=True)):
             for part in bucket.pieces():
-                yield number, slot[part], index
-                index += 1
+                yield number, slot[part]
 
     def _enter(self, number: int, wait: bool) -> bool:
         """Return True once bucket `number` has room in the ring; False if it has none, or the transfer has failed."""
@@ -311,11 +268,3 @@ class _Incoming:
             self._taken += num_bytes
             self._num_taken += num_buckets
             self._changed.notify_all()
-
-
-def _connect(invitation: Invitation) -> socket.socket:
-    """Connect to the trainer's store. A host that vanishes without a word ends the connection after some minutes."""
-    lifeline = socket.create_connection((invitation.master_address, invitation.master_port), invitation.timeout_s)
-    lifeline.settimeout(None)
-    lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return lifeline

@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import enum
 import queue
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from midflight.concurrency.background import run_in_background
 from midflight.weights.buckets import plan_buckets
 from midflight.weights.engine_control import EngineControl, EngineError, engine_error
-from midflight.weights.process_group import (
-    NUM_AHEAD,
-    Announcement,
-    Backend,
-    Links,
-    Transfer,
-)
+from midflight.weights.group_links import Links, Transfer
+from midflight.weights.process_group import NUM_AHEAD, Announcement, Backend
 from midflight.weights.progress import ChainWatch, Progress
 
 _POLL_S = 1.0  # interval at which engines are asked for their progress
@@ -74,16 +69,24 @@ class Outcome:
 
 
 class GroupSource:
-    """A complete group. `urls`: its engines by name, in the order of the chain."""
+    """A complete group. `urls`: its engines by name, in the order of the chain.
+
+    `connections`: to the engines, without messages; their end tells an engine that the group is closed.
+    """
 
     def __init__(
-        self, control: EngineControl, name: str, urls: Mapping[str, str], store: TCPStore, links: Links
+        self,
+        control: EngineControl,
+        name: str,
+        urls: Mapping[str, str],
+        links: Links,
+        connections: Sequence[socket.socket],
     ) -> None:
         self.name, self.urls = name, dict(urls)
         self.sent_bytes = 0  # to the first engine
         self._control = control
-        self._store: TCPStore | None = store
         self._links: Links | None = links
+        self._connections = connections
 
     @property
     def is_open(self) -> bool:
@@ -110,31 +113,31 @@ class GroupSource:
         return watching.result()
 
     def close(self) -> None:
-        """Leave the group and stop listening; all other ranks notice at once. Callable from any thread."""
-        links, self._links, self._store = self._links, None, None
+        """Leave the group; all other ranks notice at once. Callable from any thread."""
+        links, self._links = self._links, None
         if links is not None:
             links.abort()
+        for connection in self._connections:
+            connection.close()
 
     def _feed(self, pieces: Iterable[Tensor | None], run: _Run) -> None:
         """Send the pieces. Raises: _SendingError if the first engine does not take them."""
         ahead: deque[tuple[Transfer, int]] = deque()
-        index = 0
         for piece in pieces:
             if piece is None:
                 self._finish(ahead, keep=0)
             else:
                 self._finish(ahead, keep=NUM_AHEAD - 1)
                 run.offered += len(piece)
-                ahead.append((self._start(piece, index), len(piece)))
-                index += 1
+                ahead.append((self._start(piece), len(piece)))
         self._finish(ahead, keep=0)
 
-    def _start(self, piece: Tensor, index: int) -> Transfer:
+    def _start(self, piece: Tensor) -> Transfer:
         links = self._links
         if links is None:
             raise _SendingError
         try:
-            return links.send(piece, index)
+            return links.send(piece)
         except RuntimeError as error:
             raise _SendingError from error
 

@@ -31,7 +31,7 @@ class ProcessGroupTransport:
     lineage: str
     note: Callable[[str], object]
     device: str = "cpu"
-    backend: Backend = "gloo"
+    backend: Backend = "tcp"
     address: str | None = None
     bucket_mib: int = 32
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -39,7 +39,7 @@ class ProcessGroupTransport:
 
     def sender(self) -> GroupSender:
         if self.backend == "nccl" and not torch.cuda.is_available():
-            raise RecipeError("weights.backend = 'nccl' needs a CUDA device, and the trainer has none; use 'gloo'")
+            raise RecipeError("weights.backend = 'nccl' needs a CUDA device, and the trainer has none; use 'tcp'")
         device = torch.device(self.device if self.backend == "nccl" else "cpu")
         group = GroupSettings(self.backend, self.address, self.timeout_s, device)
         settings = SenderSettings(group, self.lineage, self.bucket_mib << 20, self.snapshot)

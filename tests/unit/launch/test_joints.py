@@ -217,7 +217,7 @@ def test_a_transport_gets_the_servers_of_the_run(tmp_path: Path) -> None:
         (["weights.type=process_group"], "weights.type = 'shared_memory' would work"),
         (
             ["engine.type=http", "weights.backend=nccl", "engine.device=cuda"],
-            "weights.backend = 'nccl' connects CUDA devices only, but trainer.device = 'cpu'; weights.backend = 'gloo'"
+            "weights.backend = 'nccl' connects CUDA devices only, but trainer.device = 'cpu'; weights.backend = 'tcp'"
             " would work",
         ),
     ],
@@ -229,12 +229,12 @@ def test_transports_that_cannot_reach_the_engines_are_refused(overrides: list[st
 @pytest.mark.parametrize(
     ("overrides", "backend", "snapshot"),
     [
-        ([], "gloo", True),
-        (["trainer.type=fsdp"], "gloo", False),
+        ([], "tcp", True),
+        (["trainer.type=fsdp"], "tcp", False),
         (["trainer.device=cuda", "engine.device=cuda:1"], "nccl", True),
         (
-            ["trainer.device=cuda", "engine.device=cuda", "weights.backend=gloo", "weights.snapshot=false"],
-            "gloo",
+            ["trainer.device=cuda", "engine.device=cuda", "weights.backend=tcp", "weights.snapshot=false"],
+            "tcp",
             False,
         ),
     ],

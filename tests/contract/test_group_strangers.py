@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from contract.weight_sending import Sender, Weights
+from faults.strangers import listening_ports
 from faults.tcp_proxy import Direction, ProxyLoop
 from midflight.testing.weight_server import WeightServer
 from midflight.weights import group_peers
@@ -227,31 +228,18 @@ class Watched(WeightServer):
         return super().post(path, body)
 
 
-def ports_of_this_process() -> set[int]:
-    """Ports on loopback that a socket of this process listens on."""
-    with open("/proc/net/tcp") as table:
-        rows = [line.split() for line in table][1:]
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # of the directory itself
-            continue
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
-
-
 def test_strangers_during_the_forming_change_nothing() -> None:
     """The first engine has joined, and the second one is held until strangers have been at all ports."""
     joined, strangers = threading.Event(), list[socket.socket]()
-    before = ports_of_this_process()
+    before = listening_ports(os.getpid())
     first, second = Watched(specs_of(WEIGHTS)), Watched(specs_of(WEIGHTS))
-    http = ports_of_this_process() - before
+    http = listening_ports(os.getpid()) - before
     opened: set[int] = set()
 
     def attack(body: dict[str, Any]) -> None:
-        while len(ports_of_this_process() - before - http) < 2:  # of the trainer and of the first engine
+        while len(listening_ports(os.getpid()) - before - http) < 2:  # of the trainer and of the first engine
             pass
-        opened.update(ports_of_this_process() - before - http)
+        opened.update(listening_ports(os.getpid()) - before - http)
         for port in opened:
             for data in (b"", group_peers._MAGIC, bytes(range(200)), b"\0" * 53):
                 strangers.append(socket.create_connection((HOST, port)))
@@ -269,7 +257,7 @@ def test_strangers_during_the_forming_change_nothing() -> None:
             assert all(torch.equal(server.weights[name], tensor) for name, tensor in WEIGHTS.items())
         assert joined.is_set()
         assert len(opened) >= 2
-        assert not ports_of_this_process() - before - http, "nobody listens once the group is formed"
+        assert not listening_ports(os.getpid()) - before - http, "nobody listens once the group is formed"
         sender.send(2, {name: tensor + 1 for name, tensor in WEIGHTS.items()})
         assert torch.equal(second.weights["one"], WEIGHTS["one"] + 1)
     for stranger in strangers:

@@ -30,6 +30,7 @@ class WeightLink:
         self._control = loop.proxy(address, f"control-{self._index}", self.rewrite_control)
         self._rewrite_answer: Rewrite = lambda direction, chunk: chunk
         self._joins: dict[int, TcpProxy] = {}
+        self.joined_with: list[bytes] = []  # messages of the server on its way into process groups
         self._kind = f"data-{self._index}"
         self._data: dict[int, TcpProxy] = {}  # to this member, by the port that it listens on
         self._pairs: dict[tuple[int, int], TcpProxy] = {}  # to other members, by link and port
@@ -78,6 +79,7 @@ class WeightLink:
 
     def _rewrite_join(self, direction: Direction, chunk: bytes) -> bytes:
         if direction == "up":
+            self.joined_with.append(chunk)
             return _OWN_PORT.sub(lambda match: self._published(int(match[1])), chunk)
         return _MEMBER_PORT.sub(lambda match: self._read(int.from_bytes(match[1])), chunk)
 

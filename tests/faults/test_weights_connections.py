@@ -14,7 +14,7 @@ import pytest
 
 from faults.fleet import Fleet, Server, fleet
 from faults.tcp_proxy import Connection, Effect, Place, in_answer
-from faults.weight_links import WeightLink
+from faults.weight_links import BEYOND_PROOF, WeightLink
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -113,7 +113,7 @@ def endure(members: Fleet, victim: Server, cut: Cut) -> None:
     """Inject one fault; check that the others go on while it lasts, and that the victim comes back."""
     others = members.others(victim)
     if cut.new_group:
-        members.proxies.arm(victim.link.data(), Connection.reset)
+        members.proxies.arm(victim.link.data(after_bytes=BEYOND_PROOF), Connection.reset)
     connection = members.strike(f"{cut.name}, engine {victim.name}", cut.place(victim.link), cut.effect)
     if cut.lasts:
         members.wait_for_updates(others)

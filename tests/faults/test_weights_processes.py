@@ -14,7 +14,7 @@ import pytest
 
 from faults.fleet import Fleet, Server, fleet
 from faults.tcp_proxy import Connection, Effect, Place, in_answer
-from faults.weight_links import WeightLink
+from faults.weight_links import BEYOND_PROOF, WeightLink
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(500)]
 
@@ -28,7 +28,7 @@ PHASES: dict[str, Callable[[WeightLink], Place]] = {
 
 def strike(members: Fleet, victim: Server, phase: str, what: str, effect: Effect) -> None:
     if phase == "while a group is formed":
-        members.proxies.arm(victim.link.data(), Connection.reset)
+        members.proxies.arm(victim.link.data(after_bytes=BEYOND_PROOF), Connection.reset)
     members.strike(f"{what} {phase}", PHASES[phase](victim.link), effect)
 
 

@@ -11,6 +11,7 @@ import pytest
 from faults.fleet import Fleet, fleet
 from faults.strangers import Strangers, listening_ports
 from faults.tcp_proxy import Connection
+from faults.weight_links import BEYOND_PROOF
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -44,6 +45,8 @@ def test_peers_without_the_token_change_nothing(tmp_path: Path) -> None:
 def form_anew(members: Fleet, index: int) -> None:
     """Cut a transfer of weights, and wait until all engines have new weights again."""
     victim = members.servers[index % len(members.servers)]
-    members.strike(f"the weights of engine {victim.name} are reset", victim.link.data(), Connection.reset)
+    members.strike(
+        f"the weights of engine {victim.name} are reset", victim.link.data(after_bytes=BEYOND_PROOF), Connection.reset
+    )
     members.wait_until_whole()
     members.check_gap()

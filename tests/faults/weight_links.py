@@ -15,6 +15,9 @@ import re
 
 from faults.tcp_proxy import Direction, Place, ProxyLoop, Rewrite, TcpProxy, Ways
 
+# Bytes of a link, beyond those that prove the token: a member repeats a connection that is cut during its proof.
+BEYOND_PROOF = 1000
+
 _TRAINER_PORT = re.compile(rb'(?<="master_port":)( ?)(\d{5})\b')
 _OWN_PORT = re.compile(rb"(?<=127\.0\.0\.1 )(\d{5})$")
 _MEMBER_PORT = re.compile(rb"(?<=\xa4port\xcd)(..)", re.DOTALL)  # in msgpack

@@ -1,4 +1,4 @@
-"""Who a client of the server is: the run, by the admin token; a holder of an API key; anyone else.
+"""Identification of clients: the run, by the admin token; a holder of an API key; anyone else.
 
 Secrets are compared as digests in constant time. The file of keys is read again when it changes.
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,6 +37,18 @@ _BURST_S = 0.25
 _SMALL_BODY, _LARGE_BODIES = 1 << 16, 16
 
 _POLICY_VIOLATION = 1008  # close code of RFC 6455
+_CLOSE = {"Connection": "close", "Retry-After": "5"}
+
+
+class ConnectionTable(Protocol):
+    """The open connections of the server."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if strangers have more connections than they may have."""
+
+    def trust(self, address: tuple[str, int]) -> None:
+        """Note that this is a connection of a run."""
 
 
 class Gate:
@@ -54,10 +67,11 @@ class Gate:
         is_beside_run: Callable[[], bool],
         max_body_bytes: int,
         refuse_full: Callable[[str], ApiError],
+        connections: ConnectionTable | None = None,
     ) -> None:
         self._app, self._access, self._hosts = app, access, hosts
         self._queue_refusal, self._is_beside_run, self._refuse_full = queue_refusal, is_beside_run, refuse_full
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._connections = max_body_bytes, connections
         self._room = _LARGE_BODIES * max_body_bytes
         self._requests, self._controls = Pacer(_REQUEST_SHARE, _BURST_S), Pacer(_CONTROL_SHARE, _BURST_S)
         self._refusals = Pacer(_REFUSAL_SHARE, _BURST_S)
@@ -74,12 +88,16 @@ class Gate:
         if refusal is not None:
             await self._refuse(refusal, scope, receive, send)
         elif caller.is_admin or scope["type"] == "websocket":
+            if self._connections is not None and (caller.is_admin or scope["path"] == PATH):
+                self._connections.trust(scope["client"])
             await self._app(scope, receive, send)
         else:
             await self._serve_stranger(scope, receive, send, _length(headers))
 
     def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
         path = scope["path"]
+        if self._connections is not None and self._connections.is_full and not caller.is_admin and path != PATH:
+            return ApiError(503, "the server has too many connections", code="overloaded", headers=_CLOSE)
         if scope["type"] == "websocket" and path == PATH:
             return None if may_administer(scope) else ApiError(403, "the admin token is wrong")
         if self._access.has_keys and caller.credentials not in ("admin", "key") and path not in PUBLIC:

@@ -13,7 +13,7 @@ from midflight.generation.access import Access
 from midflight.generation.admission import QueueLimit
 from midflight.generation.control_routes import control_router, metrics_router
 from midflight.generation.driver import GeneratorDriver
-from midflight.generation.gate import Gate
+from midflight.generation.gate import ConnectionTable, Gate
 from midflight.generation.hosts import HostRules
 from midflight.generation.http_errors import BodyLimit, install_error_handlers
 from midflight.generation.openai_routes import openai_router
@@ -39,6 +39,7 @@ def create_app(
     hosts: HostRules | None = None,
     origins: Sequence[str] = (),
     queue: QueueLimit | None = None,
+    connections: ConnectionTable | None = None,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     device: str = "cpu",
     receiver: WeightReceiver | None = None,
@@ -47,9 +48,9 @@ def create_app(
     """Create the application over a running driver; the application closes the driver at shutdown.
 
     `access`: secrets of the server; default: none. `hosts`: allowed values of the headers Host and Origin. `origins`:
-    sites whose pages may read answers. `queue`: limit on the sequences of other clients than the run. `device`: device
-    that receives new weights. `receiver`: weights that this server takes itself; None: a sender brings them.
-    `weight_hosts`: that a sender may have; default: the host that its request comes from.
+    sites whose pages may read answers. `queue`: limit on the sequences of other clients than the run. `connections`:
+    the open connections. `device`: device that receives new weights. `receiver`: weights that this server takes itself;
+    None: a sender brings them. `weight_hosts`: that a sender may have; default: the host that its request comes from.
     """
 
     @asynccontextmanager
@@ -84,6 +85,7 @@ def create_app(
         is_beside_run=lambda: driver.num_runs > 0,
         max_body_bytes=max_body_bytes,
         refuse_full=too_many_requests,
+        connections=connections,
     )
     if origins:
         app.add_middleware(

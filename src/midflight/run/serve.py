@@ -6,8 +6,11 @@ unblocked by   either; a signal aborts the requests in flight, so that every cli
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import socket
+import ssl
 from collections.abc import Callable
 
 import torch
@@ -30,11 +33,15 @@ from midflight.models.loading import load_config, load_model, load_tokenizer, st
 from midflight.models.prompts import PromptFormat
 from midflight.models.stopping import StopRules
 from midflight.protocols import WeightReceiver
+from midflight.run.connections import KEEPALIVE_S, RESERVE, Connections, GuardedConfig, HttpProtocol
+from midflight.run.listening import Acceptor, listen, tls_context, url_of
+from midflight.run.log_limits import limit_logs
 from midflight.run.secrets import access_of
 from midflight.weights.specs import specs_of
 
-_KEEPALIVE_S = 30
 _SHUTDOWN_S = 5
+_TICKS_PER_SWEEP = 10  # of uvicorn, which ticks ten times a second
+_OTHER_FILES = 512  # of the process, besides connections: weights, links to other servers, threads
 _CACHE_SHARE = 4  # the default KV cache has at most a quarter of the memory
 
 
@@ -53,11 +60,13 @@ def serve_model(
     Raises: RecipeError if the [serve] settings do not work; ModelError; KeyboardInterrupt after Ctrl-C.
     """
     config, path = recipe.serve, recipe.model.path
-    access = access_of(recipe)
+    access, tls = access_of(recipe), tls_context(config)
     tokenizer = check_model(recipe)
     recipe, max_total_tokens = with_model_limits(recipe) if limits_of_model else (recipe, None)
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)
     with listener:
+        limit_logs()
+        _raise_file_limit(config.max_connections)
         torch.set_num_threads(num_threads(recipe.engine.threads, colocated=True))
         model_config, weights = load_config(path), weights_of(load_model(path))
         engine = build_engine(
@@ -78,6 +87,7 @@ def serve_model(
             max_samples=config.max_samples,
         )
         driver = GeneratorDriver(engine, config.num_in_flight)
+        connections = Connections(config.max_connections, config.max_connections_per_client, config.client_timeout_s)
         app = create_app(
             driver,
             model,
@@ -90,33 +100,69 @@ def serve_model(
             device=recipe.engine.device,
             receiver=receiver,
             weight_hosts=WeightHosts(config.weight_hosts),
+            connections=connections,
         )
-        settings = uvicorn.Config(
-            app, log_level="warning", timeout_keep_alive=_KEEPALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S
+        settings = GuardedConfig(
+            app,
+            connections,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,  # limits are for the real address of a client
+            server_header=False,
+            timeout_keep_alive=KEEPALIVE_S,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
         )
-        _Server(settings, driver, lambda: announce(_url(listener)), retire).run(sockets=[listener])
+        _Server(settings, driver, listener, tls, lambda: announce(url_of(listener, tls is not None)), retire).run([])
 
 
 class _Server(uvicorn.Server):
+    """Uvicorn with an accept loop of its own."""
+
+    config: GuardedConfig
+
     def __init__(
         self,
-        config: uvicorn.Config,
+        config: GuardedConfig,
         driver: GeneratorDriver,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
         on_ready: Callable[[], object],
         on_end: Callable[[], object],
     ) -> None:
         super().__init__(config)
         self._driver, self._on_ready, self._on_end = driver, on_ready, on_end
+        timeout_s = config.connections.timeout_s
+        self._acceptor = Acceptor(listener, self._protocol, tls, timeout_s, lambda: driver.num_runs > 0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            self._accepting = asyncio.create_task(self._acceptor.run())
             self._on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            self.config.connections.sweep()
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
         self._on_end()
         self._driver.wind_down()
         await super().shutdown(sockets)
+
+    def _protocol(self) -> HttpProtocol:
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state)
+
+
+def _raise_file_limit(num_connections: int) -> None:
+    """Allow as many open files as the connections need, if the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + RESERVE + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def with_model_limits(recipe: Recipe) -> tuple[Recipe, int | None]:
@@ -159,25 +205,3 @@ def _memory_bytes(device: str) -> int:
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Open the server socket. Called before the model is loaded, so that a port in use is reported at once.
-
-    Raises: RecipeError if the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]
-        raise RecipeError(f"cannot listen on {host}:{port}: {reason}; serve.port = 0 picks a free port") from error
-    # Connections inherit TCP_NODELAY. asyncio sets it only on sockets created with an explicit protocol. Without it, an
-    # answer on a kept connection waits 40 ms for the client's delayed acknowledgment.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

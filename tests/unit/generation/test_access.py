@@ -1,4 +1,4 @@
-"""Who a client is: secrets in the Authorization header, and keys that rotate and expire."""
+"""Identification of clients by the Authorization header, with keys that rotate and expire."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from midflight.generation.stream_messages import PATH
 PUBLIC = frozenset({"/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
 
 # Work of the event loop for a request and per byte of its body, for a control request, and for a refusal (seconds).
-_REQUEST_S, _BYTE_S, _CONTROL_S, _REFUSAL_S = 4e-3, 3e-8, 1e-3, 4e-4
+_REQUEST_S, _BYTE_S, _CONTROL_S, _REFUSAL_S = 4e-3, 5e-8, 1e-3, 4e-4
 # Largest share of the event loop's time beside a run: for requests of strangers and for their control requests. The
 # latter have a share of their own, because on a server without an admin token they may be the run's.
 _REQUEST_SHARE, _CONTROL_SHARE = 0.05, 0.1

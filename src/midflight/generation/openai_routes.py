@@ -17,6 +17,7 @@ from midflight.generation.request_parsing import (
     ServedModel,
     check_echo,
     check_model_name,
+    check_num_choices,
     generation_requests,
 )
 from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
@@ -40,13 +41,13 @@ def openai_router(model: ServedModel, served_requests: ServedRequests) -> APIRou
     """Create the OpenAI routes."""
     # The gate checks the key. The dependency documents it.
     router = APIRouter(tags=["generation"], responses=ERROR_RESPONSES, dependencies=[Depends(BEARER)])
-    text = AsyncTokenizer(model.tokenizer)
+    text = AsyncTokenizer(model.tokenizer, model.max_length)
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several prompts, as texts or token ids; with `echo`, score the prompts as well."""
         check_echo(body)
-        builder = CompletionResponseBuilder(model.name, body, await _prompts(body, text), text)
+        builder = CompletionResponseBuilder(model.name, body, await _prompts(body, text, model), text)
         return await _answer(model, served_requests, request, builder, body.max_tokens, echo=bool(body.echo))
 
     @router.post("/v1/chat/completions", response_model=ChatResponse, responses=_STREAMED)
@@ -75,10 +76,11 @@ def _described(model: ServedModel) -> Model:
     return Model(id=model.name, vocab_size=model.vocab_size, **limits)
 
 
-async def _prompts(body: CompletionRequest, text: AsyncTokenizer) -> list[list[int]]:
+async def _prompts(body: CompletionRequest, text: AsyncTokenizer, model: ServedModel) -> list[list[int]]:
     if isinstance(body.prompt, str):
         return await text.encode([body.prompt])
     if texts := [prompt for prompt in body.prompt if isinstance(prompt, str)]:
+        check_num_choices(model, body.n or 1, len(texts))  # before all of them are tokenized
         return await text.encode(texts)
     prompts = [prompt for prompt in body.prompt if isinstance(prompt, list)]
     return prompts or [[token_id for token_id in body.prompt if isinstance(token_id, int)]]

@@ -14,6 +14,7 @@ import numpy as np
 
 from midflight.generation.chat import ChatEncoder
 from midflight.generation.http_errors import ApiError
+from midflight.generation.prompt_limits import PromptLimit
 from midflight.generation.request_schemas import ChatRequest, CompletionRequest, GenerationOptions
 from midflight.generation.schemas import NUM_ROLLOUT_IDS, Generated, tokens_of
 from midflight.models.stopping import StopRules
@@ -43,8 +44,10 @@ class AsyncTokenizer:
     One thread, because tokenizers are not thread-safe.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+        """`max_length`: limit on prompt and response together (tokens)."""
         self._tokenizer, self._chat = tokenizer, ChatEncoder(tokenizer)
+        self._limit = PromptLimit(tokenizer, max_length)
         self.stop_rules = StopRules(tokenizer)  # for the event loop
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._token_texts: dict[int, str] = {}
@@ -52,17 +55,23 @@ class AsyncTokenizer:
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode prompts.
 
-        Raises: ApiError 400 for an unpaired surrogate, which JSON can contain but tokenizers cannot encode.
+        Raises: ApiError 400 for a text that cannot fit into the context, and for an unpaired surrogate, which JSON can
+        contain but tokenizers cannot encode.
         """
         try:
             for text in texts:
+                self._limit.check("prompt", len(text))
                 text.encode()
         except UnicodeEncodeError as error:
             raise ApiError(400, f"prompt: character {error.start} is an unpaired surrogate", param="prompt") from error
         return await self._in_thread(lambda: [encode_text(self._tokenizer, text) for text in texts])
 
     async def encode_chat(self, body: ChatRequest) -> list[int]:
-        """Render a conversation with the chat template and encode it. Raises: ApiError 400 as `ChatEncoder.encode`."""
+        """Render a conversation with the chat template and encode it.
+
+        Raises: ApiError 400 if it cannot fit into the context, or as `ChatEncoder.encode`.
+        """
+        self._limit.check_chat(body)
         return await self._in_thread(lambda: self._chat.encode(body))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -94,14 +103,7 @@ def generation_requests(
     num_samples = body.n or 1
     num_choices = num_samples * len(prompts)
     check_model_name(model, body.model)
-    if num_samples > model.max_samples:
-        raise ApiError(400, f"n is {num_samples}, not 1 to {model.max_samples}", param="n")
-    if num_choices > model.max_samples:
-        raise ApiError(
-            400,
-            f"prompt: {len(prompts)} prompts times n are {num_choices}, not 1 to {model.max_samples}",
-            param="prompt",
-        )
+    check_num_choices(model, num_samples, len(prompts))
     if body.generated and num_choices > 1:
         name, number = ("n", num_samples) if num_samples > 1 else ("prompt", len(prompts))
         raise ApiError(400, f"{name} is {number}, but only one sample can continue after `generated`", param=name)
@@ -159,6 +161,19 @@ def _max_tokens(model: ServedModel, num_prompt_tokens: int, max_tokens: int | No
         after = f"after a prompt of {num_prompt_tokens} tokens"
         raise ApiError(400, f"max_tokens is {max_tokens}, not 1 to {room} {after}", param="max_tokens")
     return max_tokens
+
+
+def check_num_choices(model: ServedModel, num_samples: int, num_prompts: int) -> None:
+    """Check the number of choices of a request. Raises: ApiError 400."""
+    if num_samples > model.max_samples:
+        raise ApiError(400, f"n is {num_samples}, not 1 to {model.max_samples}", param="n")
+    num_choices = num_samples * num_prompts
+    if num_choices > model.max_samples:
+        raise ApiError(
+            400,
+            f"prompt: {num_prompts} prompts times n are {num_choices}, not 1 to {model.max_samples}",
+            param="prompt",
+        )
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from midflight.generation.schemas import Generated, Lineage, RolloutIdField, TokenId, Version, Wire
+from midflight.generation.schemas import Generated, Items, Lineage, RolloutIdField, TokenId, Version, Wire
 from midflight.types import TEMPERATURES
 
 
@@ -34,6 +34,14 @@ def _no_bias(value: dict[str, float] | None) -> dict[str, float] | None:
     return value
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MAX_ENTRIES:
+        raise PydanticCustomError("too_long", "at most {number} entries are supported", {"number": _MAX_ENTRIES})
+    return value
+
+
+_MAX_ENTRIES = 1024  # of an object whose keys the client chooses; each wrong one is an error
+Few = BeforeValidator(_few)
 _SAMPLED_ONLY = "the engine returns the log-probability of the sampled token only"
 _NEUTRAL = "only this value is supported: "
 
@@ -63,8 +71,8 @@ class GenerationOptions(Wire):
     min_p: float | None = Field(
         None, ge=0, le=1, description="smallest probability of a token, relative to the most likely token"
     )
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(
+    stop: str | Annotated[Items[str], Field(max_length=16)] | None = None
+    stop_token_ids: Items[TokenId] | None = Field(
         None, description="tokens that end a response; default: the model's end-of-sequence tokens"
     )
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="same seed and prompt: same samples")
@@ -91,7 +99,7 @@ class GenerationOptions(Wire):
     frequency_penalty: Penalty = Field(None, description=f"{_NEUTRAL}0")
     presence_penalty: Penalty = Field(None, description=f"{_NEUTRAL}0")
     repetition_penalty: Annotated[float | None, _only(1)] = Field(None, description=f"{_NEUTRAL}1")
-    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_no_bias)] = Field(
+    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_no_bias), Few] = Field(
         None, description="only an empty object or zeros are supported"
     )
     user: str | None = Field(None, description="ignored")
@@ -100,7 +108,7 @@ class GenerationOptions(Wire):
 class CompletionRequest(GenerationOptions):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[list[TokenId]] | list[str]
+    prompt: str | Items[TokenId] | Items[Items[TokenId]] | Items[str]
     max_tokens: int | None = Field(
         None, ge=0, description="default: the server's maximum; 0 with echo: only score the prompt"
     )
@@ -140,14 +148,14 @@ class ChatMessage(Wire):
     """One message of a conversation."""
 
     role: str
-    content: str | list[TextPart] | None = Field(None, description="null only in messages of the assistant")
+    content: str | Items[TextPart] | None = Field(None, description="null only in messages of the assistant")
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = Field(None, description="call that a message of a tool answers")
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any] | None, _only([])] = Field(None, description=f"{_NEUTRAL}[]")
+    annotations: Annotated[Items[Any] | None, _only([])] = Field(None, description=f"{_NEUTRAL}[]")
 
 
 class ToolFunction(Wire):
@@ -169,12 +177,12 @@ class Tool(Wire):
 class ChatRequest(GenerationOptions):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="default: the server's maximum")
     logprobs: bool | None = Field(None, description="include the logprobs of the sampled tokens")
     top_logprobs: Annotated[int | None, _only(0, advice=_SAMPLED_ONLY)] = Field(None, description=f"{_NEUTRAL}0")
-    tools: list[Tool] | None = Field(None, description="given to the chat template; calls in the answer remain text")
+    tools: Items[Tool] | None = Field(None, description="given to the chat template; calls in the answer remain text")
     tool_choice: Annotated[str | dict[str, Any] | None, _only("auto", "none")] = Field(
         None, description="auto, or none: the template gets no tools"
     )
@@ -183,9 +191,9 @@ class ChatRequest(GenerationOptions):
     response_format: Annotated[dict[str, Any] | None, _only({"type": "text"})] = Field(
         None, description=f'{_NEUTRAL}{{"type": "text"}}'
     )
-    modalities: Annotated[list[str] | None, _only(["text"])] = Field(None, description=f'{_NEUTRAL}["text"]')
+    modalities: Annotated[Items[str] | None, _only(["text"])] = Field(None, description=f'{_NEUTRAL}["text"]')
     verbosity: Annotated[str | None, _only("medium")] = Field(None, description=f'{_NEUTRAL}"medium"')
-    metadata: dict[str, str] | None = Field(None, description="ignored")
+    metadata: Annotated[dict[str, str] | None, Few] = Field(None, description="ignored")
     store: bool | None = Field(None, description="ignored")
     service_tier: str | None = Field(None, description="ignored")
     prompt_cache_key: str | None = Field(None, description="ignored")

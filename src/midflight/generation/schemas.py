@@ -7,10 +7,10 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from midflight.types import GeneratedTokens
 from midflight.weights.buckets import DEFAULT_BUCKET_BYTES
@@ -21,6 +21,10 @@ from midflight.weights.process_group import DEFAULT_TIMEOUT_S
 # which every JSON parser represents exactly.
 NUM_ROLLOUT_IDS = 1 << 52
 
+T = TypeVar("T")
+
+# A list of a request. Its first wrong item is reported: a body may have a million of them.
+Items = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Version = Annotated[int, Field(ge=0, lt=1 << 31, description="optimizer steps")]
 Lineage = Annotated[
@@ -35,6 +39,18 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def keep_one_unknown_field(cls, values: Any) -> Any:
+        """Drop all unknown fields but the first, whose error suffices: a body may have a million of them."""
+        if not isinstance(values, dict):
+            return values
+        unknown = values.keys() - cls.model_fields.keys()
+        if len(unknown) < 2:
+            return values
+        first = next(name for name in values if name in unknown)
+        return {name: value for name, value in values.items() if name == first or name not in unknown}
+
 
 # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -42,15 +58,15 @@ class Wire(BaseModel):
 class Generated(Wire):
     """Tokens sampled by an earlier attempt: per token its id, log-probability (float32, nats) and weight version."""
 
-    token_ids: list[TokenId]
-    logprobs: list[Annotated[float, Field(ge=-1e38, le=1e38)]]
-    weight_versions: list[Version]
+    token_ids: Items[TokenId]
+    logprobs: Items[Annotated[float, Field(ge=-1e38, le=1e38)]]
+    weight_versions: Items[Version]
 
 
 class AbortRequest(Wire):
     """Body of POST /abort."""
 
-    rollout_ids: list[Annotated[int, Field(ge=0, lt=1 << 53)]]
+    rollout_ids: Items[Annotated[int, Field(ge=0, lt=1 << 53)]]
 
 
 class InitProcessGroupRequest(Wire):
@@ -80,9 +96,9 @@ class WeightUpdateRequest(Wire):
     """
 
     version: Version
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[Annotated[int, Field(ge=0, lt=1 << 40)]]]
+    names: Items[str]
+    dtypes: Items[str]
+    shapes: Items[Items[Annotated[int, Field(ge=0, lt=1 << 40)]]]
     bucket_bytes: int = Field(DEFAULT_BUCKET_BYTES, ge=1, le=1 << 40, description="largest broadcast, bytes")
     lineage: Lineage = ""
     content: Version | None = Field(

@@ -7,6 +7,7 @@ unblocked by   either; a signal aborts the requests in flight, so that every cli
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import socket
@@ -138,6 +139,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            # Objects that live as long as the server need no visits of the garbage collector. With them, parsing a
+            # request of a million values takes five times as long.
+            gc.freeze()
             self._accepting = asyncio.create_task(self._acceptor.run())
             self._on_ready()
 

@@ -165,6 +165,9 @@ class DigitTokenizer:
     ) -> Any:
         raise ValueError("DigitTokenizer has no chat template")
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(digit): digit for digit in range(10)}
+
     def save_pretrained(self, save_directory: Path) -> None:
         """Write nothing: the vocabulary is in this class."""
 

@@ -24,7 +24,7 @@ from midflight.generation.answers import reason_of, refusal_of
 from midflight.generation.rollout_stream import RolloutStream
 from midflight.generation.schemas import Model, ModelList, Status
 from midflight.types import Completion, GeneratedTokens, GenerationRequest, RolloutId
-from midflight.weights.engine_control import PROTOCOL
+from midflight.weights.engine_control import PROTOCOL, trusted_authorities
 
 DEFAULT_TIMEOUT_S = 60.0
 STEP_S = 0.05
@@ -70,6 +70,7 @@ class HTTPGenerator:
                 timeout=timeout_s,
                 limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
                 trust_env=False,
+                verify=trusted_authorities(),
             )
         except httpx.InvalidURL as error:
             raise GenerationLostError(f"{base_url} is not a URL: {error}") from error

@@ -21,6 +21,7 @@ from midflight.generation.answers import reason_of, refusal_of
 from midflight.generation.client import KEEPALIVE_S, model_of
 from midflight.generation.schemas import CompletionResponse, Model, TextChoice
 from midflight.types import Float32Array, Int32Array, Microbatch
+from midflight.weights.engine_control import trusted_authorities
 
 # Delays before the retries (seconds). Together about as long as a server takes to restart.
 DEFAULT_BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -41,13 +42,15 @@ class HTTPReference:
         url: str,
         temperature: float,
         *,
+        api_key: str | None = None,
         num_connections: int = 4,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         backoff_s: Sequence[float] = DEFAULT_BACKOFF_S,
     ) -> None:
         """Connect to the server and read its limits.
 
-        `temperature`: of the sampling distribution; log-probabilities are computed at this temperature.
+        `temperature`: of the sampling distribution; log-probabilities are computed at this temperature. `api_key`: a
+        key of the server, or its admin token.
         Raises: GenerationLostError if the server cannot be reached, or does not answer like a `midflight serve`.
         """
         self._url, self._temperature = url.rstrip("/"), temperature
@@ -59,7 +62,9 @@ class HTTPReference:
                 base_url=self._url,
                 timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
                 limits=httpx.Limits(max_connections=num_connections, keepalive_expiry=KEEPALIVE_S),
+                headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
                 trust_env=False,
+                verify=trusted_authorities(),
             )
         except httpx.InvalidURL as error:
             raise GenerationLostError(f"{self._url} is not a URL: {error}") from error

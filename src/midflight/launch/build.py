@@ -47,6 +47,7 @@ from midflight.trainer.policies import PolicySettings, check_policy
 from midflight.trainer.process_group import DistributedGroup, ProcessGroup, SingleProcessGroup, join_process_group
 from midflight.trainer.single import OptimizerSettings, SingleProcessTrainer
 from midflight.types import SamplingParams
+from midflight.weights.engine_control import KEY_VARIABLE
 
 _ADVANTAGES_MODULE = "midflight.preprocess.advantages"
 ADVANTAGES: Joint[Advantage] = Joint(
@@ -133,7 +134,7 @@ def build_reference(recipe: Recipe) -> Reference:
     """Return the reference model. Raises: ModelError if loading it fails, GenerationLostError if it is unreachable."""
     path, url = recipe.reference.path or recipe.model.path, recipe.reference.url
     if url:
-        return HTTPReference(url, recipe.sampling.temperature)
+        return HTTPReference(url, recipe.sampling.temperature, api_key=os.environ.get(KEY_VARIABLE))
     return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
 
 
@@ -302,7 +303,7 @@ def _check_reference(recipe: Recipe) -> None:
         _check_vocabulary(recipe, f"reference.path: {path}", load_config(path).vocab_size)
     if url:
         try:
-            with HTTPReference(url, recipe.sampling.temperature) as reference:
+            with HTTPReference(url, recipe.sampling.temperature, api_key=os.environ.get(KEY_VARIABLE)) as reference:
                 limits = reference.limits
         except MidflightError as error:
             raise RecipeError(f"reference.url: {error}") from error

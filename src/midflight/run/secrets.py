@@ -10,9 +10,7 @@ import pydantic
 from midflight.config import Recipe
 from midflight.errors import RecipeError
 from midflight.generation.access import Access, KeyFile, check_secret
-from midflight.weights.engine_control import TOKEN_VARIABLE
-
-KEY_VARIABLE = "MIDFLIGHT_API_KEY"  # environment variable of the server and its clients
+from midflight.weights.engine_control import KEY_VARIABLE, TOKEN_VARIABLE
 
 
 def access_of(recipe: Recipe) -> Access:

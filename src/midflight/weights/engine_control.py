@@ -7,6 +7,8 @@ unblocked by   the answer, a lost connection, cancellation of the future, close
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -20,7 +22,8 @@ from midflight.errors import WeightUpdateError
 from midflight.weights.process_group import Announcement, Invitation
 from midflight.weights.progress import Progress
 
-TOKEN_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN"  # environment variable of the server and its clients
+# Environment variables of the server and its clients: the admin token, and a key for the OpenAI routes.
+TOKEN_VARIABLE, KEY_VARIABLE = "MIDFLIGHT_ADMIN_TOKEN", "MIDFLIGHT_API_KEY"
 PROTOCOL = 2  # version of the weight routes
 # Longest wait for a short answer. A busy server may take seconds.
 ANSWER_S = 10.0
@@ -34,6 +37,12 @@ class EngineError(WeightUpdateError):
     def __init__(self, text: str, kind: Literal["gone", "unfit", "failed"]) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+@functools.cache
+def trusted_authorities() -> ssl.SSLContext:
+    """Return the TLS settings of clients: the authorities of the system, or of the file $SSL_CERT_FILE."""
+    return ssl.create_default_context()
 
 
 def engine_error(error: BaseException) -> EngineError:
@@ -74,7 +83,7 @@ class EngineControl:
         # server may close one just when it is used.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, verify=trusted_authorities())
         self._loop = EventLoopThread("engine control")
 
     def health(self, url: str) -> Future[Health]:

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.embedded import build_embedded_engine
 from benchmarks.models import BenchModel
+from benchmarks.strangers import strangers_line, strangers_row, strangers_targets
 from benchmarks.updates import PROMPT_TOKENS
 from benchmarks.updates_remote import serving
 from midflight.generation.client import HTTPGenerator
@@ -82,8 +83,13 @@ def bench_http(model: BenchModel, load: HttpLoad, report: Callable[[str], None])
         waiting = _waiting_rows(model, load, client, numbers)
     for row in waiting:
         report(waiting_line(row))
+    beside = strangers_row(
+        model, load.sequences, longest, load.seconds, load.rounds, lambda numbers: _requests(model, longest, numbers)
+    )
+    report(strangers_line(beside))
     targets = [_target(row) for row in rows if row["new_tokens"] in _LEAST]
-    return {"rows": rows + waiting, "targets": targets + [_waiting_target(row) for row in waiting[1:]]}
+    targets += [_waiting_target(row) for row in waiting[1:]]
+    return {"rows": [*rows, *waiting, beside], "targets": targets + strangers_targets(beside)}
 
 
 def _waiting_rows(

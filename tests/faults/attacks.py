@@ -179,7 +179,8 @@ def _never_read(url: str, num: int = 50) -> None:
     """Ask for long streams and read nothing of them."""
     address = (urlsplit(url).hostname or "", urlsplit(url).port or 0)
     body = _json({"prompt": "a1+2:", "n": 128, "stream": True, "stop_token_ids": [], "return_token_ids": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    lines = ("POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json")
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     connections = []
     for number in itertools.count():
         connection = socket.socket()

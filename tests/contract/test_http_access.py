@@ -131,3 +131,34 @@ def test_pages_of_allowed_origins_may_read_answers(start_server: StartServer) ->
         assert preflight.status_code == status
     answer = server.http.post("/v1/completions", json=BODY, headers={"Origin": "https://good.example"})
     assert answer.headers["access-control-allow-origin"] == "https://good.example"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({f"u{number}": 0 for number in range(50_000)} | {"prompt": "a"}, "u0: Extra inputs are not permitted"),
+        ({"prompt": [True] * 50_000}, "prompt.0: "),
+        ({"prompt": "a" * 1000}, "prompt has 1000 characters, and 56 tokens have at most 896"),
+        ({"prompt": "a", "metadata": {str(number): "" for number in range(2000)}}, "metadata"),
+        ({"prompt": "a", "logit_bias": {str(number): "x" for number in range(2000)}}, "at most 1024 entries"),
+        ({"prompt": "a", "model": "m" * 50_000}, "there is no model"),
+        ({"prompt": "a", "m" * 50_000: 0}, "mmm..."),
+    ],
+)
+def test_large_bodies_have_one_short_error(server: Server, body: dict[str, Any], message: str) -> None:
+    response = server.http.post("/v1/completions", json=body)
+    assert response.status_code in (400, 404)
+    assert message in response.json()["error"]["message"]
+    assert len(response.content) < 1500
+
+
+def test_long_conversations_are_refused_before_they_are_rendered(chat_server: Server) -> None:
+    message = {"role": "user", "content": "a" * 100}
+    for body, field in (
+        ({"messages": [message] * 57}, "57 messages do not fit into 56 tokens"),
+        ({"messages": [message] * 10}, "messages has 1000 characters"),
+        ({"messages": [message], "chat_template_kwargs": {"a": "b" * 1000}}, "chat_template_kwargs has"),
+    ):
+        response = chat_server.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert field in response.json()["error"]["message"]

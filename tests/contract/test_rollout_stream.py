@@ -84,6 +84,18 @@ def test_a_frame_that_is_no_message_ends_the_connection_only(start_server: Start
         assert len(drain(client)) == 1
 
 
+def test_a_message_of_an_older_client_is_refused_in_one_line(start_server: StartServer) -> None:
+    """Also while a run is connected, which goes on."""
+    server = start_server()
+    with HTTPGenerator(server.url) as client, connected(server) as connection:
+        client.add(requests(2))
+        connection.send(encode({"type": "add", "number": 1, "requests": [[7, b"", "greedy"]], "chunk_tokens": 1}))
+        with pytest.raises(ConnectionClosed, match="Expected `array` of at least length") as refusal:
+            connection.recv(30)
+        assert "\n" not in str(refusal.value)
+        assert len(drain(client)) == 2
+
+
 def test_arrays_of_different_lengths_are_refused(start_server: StartServer) -> None:
     server = start_server()
     tokens = GeneratedTokens(np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))

@@ -15,14 +15,17 @@ import openai
 import pytest
 import torch
 
+from certificates import make_certificate
 from contract.weight_sending import Sender
 from midflight.concurrency.background import run_in_background
 from midflight.config import SHIPPED_RECIPES, load_recipe
+from midflight.errors import GenerationLostError
 from midflight.generation.client import HTTPGenerator
 from midflight.launch.engines import build_engine
 from midflight.models.loading import load_config, load_model, weights_of
 from midflight.protocols import Generator
 from midflight.types import Completion, GenerationRequest, RolloutId, SamplingParams
+from midflight.weights.engine_control import trusted_authorities
 from narrowing import present
 from refusals import Refused
 
@@ -178,5 +181,29 @@ def test_secrets_allow_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (paused.status_code, models.status_code) == statuses
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_reaches_a_server_over_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "server")
+    process = start("serve.port=0", f"serve.tls_cert_file={certificate}", f"serve.tls_key_file={key}")
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        assert line.startswith("serving at https://127.0.0.1:"), line or process.communicate()[1]
+        url = line.removeprefix("serving at ").strip()
+        trusted_authorities.cache_clear()
+        with pytest.raises(GenerationLostError, match="CERTIFICATE_VERIFY_FAILED"):
+            HTTPGenerator(url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        trusted_authorities.cache_clear()
+        with HTTPGenerator(url) as generator:
+            generator.add([GenerationRequest(RolloutId(0), np.array([5, 6], np.int32), SamplingParams(4), seed=1)])
+            assert len(list(drain(generator))) == 1
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(url.replace("https", "http"))
+    finally:
+        trusted_authorities.cache_clear()
         process.kill()
         process.communicate()

@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-# Beside a run: one guest for so many rollouts, and one prompt token of a guest for so many tokens of the run. Both cost
-# the run at most 5 % of its tokens if a step's time is proportional to its tokens.
-RUN_PER_GUEST = 20
+# Beside a run: one guest for so many rollouts, and one prompt token of a guest for so many tokens of the run. Either
+# costs the run about 3 % of its tokens if the time of a step is proportional to its tokens.
+RUN_PER_GUEST = 32
 _MAX_CREDIT = 64.0  # prompt tokens
 # A slot counts as free once the run has not used it for one to two of these periods (seconds).
 PATIENCE_S = 1.0

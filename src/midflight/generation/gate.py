@@ -30,7 +30,7 @@ PUBLIC = frozenset({"/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/ope
 _REQUEST_S, _BYTE_S, _CONTROL_S, _REFUSAL_S = 4e-3, 5e-8, 1e-3, 4e-4
 # Largest share of the event loop's time beside a run: for requests of strangers and for their control requests. The
 # latter have a share of their own, because on a server without an admin token they may be the run's.
-_REQUEST_SHARE, _CONTROL_SHARE = 0.05, 0.1
+_REQUEST_SHARE, _CONTROL_SHARE = 0.03, 0.1
 _REFUSAL_SHARE = 0.04  # also without a run
 _BURST_S = 0.25
 # Bodies of strangers up to this are not counted (bytes). The others together have room for so many of the largest size.

@@ -79,10 +79,9 @@ class Connections:
         host = address[0]
         if self._untrusted[host] >= self._limit_per_host and not _is_local(host):
             return False
-        if self._untrusted.total() >= self._limit + RESERVE and not self._close_one():
+        num_strangers = self._untrusted.total()
+        if num_strangers >= self._limit and not self._close_one() and num_strangers >= self._limit + RESERVE:
             return False
-        if self.is_full:
-            self._close_one()
         now_s = self._clock()
         self._open[address] = _Connection(protocol, host, "head", now_s, read_s=now_s)
         self._untrusted[host] += 1

@@ -152,6 +152,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()
+        gc.unfreeze()  # libraries report objects that are left at the end
         self._on_end()
         self._driver.wind_down()
         await super().shutdown(sockets)

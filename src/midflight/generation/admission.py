@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-# Beside a run: one guest for so many rollouts, and one prompt token of a guest for so many tokens of the run. Either
+# Beside a run: one guest for so many rollouts (at least one), and one prompt token of a guest for so many tokens of the run. Either
 # costs the run about 3 % of its tokens if the time of a step is proportional to its tokens.
 RUN_PER_GUEST = 32
 _MAX_CREDIT = 64.0  # prompt tokens
@@ -20,8 +20,8 @@ PATIENCE_S = 1.0
 class GuestLimit:
     """Number of guests that may have a slot.
 
-    Without a run, guests may have all slots. Beside a run, they may have slots that it has left free for a while. A run
-    that generates nothing for a while, for example during training, leaves all of them.
+    Without a run, guests may have all slots. Beside a run, they may have a few of the slots that it has left free for a
+    while, and at least one. A run that generates nothing for a while, for example during training, leaves all of them.
     """
 
     def __init__(self, num_slots: int | None) -> None:
@@ -39,7 +39,7 @@ class GuestLimit:
             self._credit = math.inf
             return self._num_slots
         self._credit = min(_MAX_CREDIT, self._credit + min(num_run, self._num_slots) / RUN_PER_GUEST)
-        return max(0, min(self._num_slots - peak, peak // RUN_PER_GUEST))
+        return max(0, min(self._num_slots - peak, max(1, peak // RUN_PER_GUEST)))
 
     def may_start(self) -> bool:
         """Return True if a guest's prompt may be processed now."""

@@ -24,6 +24,7 @@ def test_guests_get_only_slots_that_stay_free() -> None:
     assert limit.allowed(40, True, 0.2) == 0, "a successor may come at any moment"
     assert limit.allowed(40, True, 0.2 + 2 * PATIENCE_S) == 40 // RUN_PER_GUEST
     assert limit.allowed(64, True, 0.3 + 2 * PATIENCE_S) == 0, "the run takes its slots back at once"
+    assert limit.allowed(2, True, 9.0) == 1, "a small run does not shut others out"
 
 
 def test_a_run_that_generates_nothing_leaves_all_slots() -> None:

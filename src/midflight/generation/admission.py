@@ -9,8 +9,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-# Beside a run: one guest for so many rollouts, but at least one, and one prompt token of a guest for so many tokens of the
-# run. Either costs a large run about 3 % of its tokens if the time of a step is proportional to its tokens.
+# Beside a run: one guest for so many rollouts, but at least one; and one prompt token of a guest for so many tokens of
+# the run. Either costs a large run about 3 % of its tokens if the time of a step is proportional to its tokens.
 RUN_PER_GUEST = 32
 _MAX_CREDIT = 64.0  # prompt tokens
 # A slot counts as free once the run has not used it for one to two of these periods (seconds).

@@ -177,7 +177,7 @@ def test_garbage_is_cut(door: Door, data: bytes, monkeypatch: pytest.MonkeyPatch
 
 
 def test_silent_strangers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 300 connections, which would stay for longer than the test may take, the newest are kept."""
+    """Only the newest of 300 connections are kept; each would stay for longer than the test may take."""
     monkeypatch.setattr(group_peers, "_PROOF_S", 3600.0)
     strangers = [door.stranger(group_peers._MAGIC) for _ in range(300)]
     door.check_member()

@@ -87,7 +87,7 @@ class _Invitations:
         """Wait for the engines; connect to the ones that are ready."""
         with self._changed:
             self._changed.wait_for(self._is_settled, self._settings.timeout_s)
-            ready = {name: member for name, rank in self._ranks.items() if (member := self._ready.get(rank))}
+            ready = {name: self._ready[rank] for name, rank in self._ranks.items() if self._is_ready(name)}
             self._members = list(ready.values())
         failures = {name: self._why_not(name) for name in self._urls if name not in ready}
         for member in self._members:
@@ -99,7 +99,7 @@ class _Invitations:
         try:
             links = self._link(self._members)
         except (OSError, RuntimeError) as error:
-            lost = {name: self._why_not(name) for name in ready if self._has_failed(name)}
+            lost = {name: failure for name in ready if (failure := self._failure(name))}
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             first = EngineError(f"no connection to it: {reason}", "failed")
             return Formation(None, failures | (lost or {next(iter(ready)): first}))
@@ -146,13 +146,14 @@ class _Invitations:
     def _checked(self, group: GroupSource, failures: dict[str, EngineError], deadline_s: float) -> Formation:
         """Wait for the members' answers to their invitations, all together no longer than for one."""
         wait([self._answers[name] for name in group.urls], max(0.0, deadline_s - time.monotonic()))
-        lost = {name: self._why_not(name) for name in group.urls if not self._has_joined(name)}
-        if not lost:
+        if all(self._answers[name].done() and not self._failure(name) for name in group.urls):
             return Formation(group, failures)
         group.close()
-        # The neighbors of an engine that gives no answer fail because of it.
-        silent = {name: error for name, error in lost.items() if not self._has_answered(name)}
-        return Formation(None, failures | (silent or lost))
+        # An engine without an answer is the reason why its neighbors fail.
+        failed = {name: failure for name in group.urls if (failure := self._failure(name))}
+        silent = {name: self._why_not(name) for name in group.urls if not self._answers[name].done()}
+        silent |= {name: failure for name, failure in failed.items() if failure.kind == "gone"}
+        return Formation(None, failures | (silent or failed))
 
     def _invitation(self, rank: int) -> Invitation:
         timeout_s, backend = self._settings.timeout_s, self._settings.backend
@@ -164,25 +165,24 @@ class _Invitations:
             self._changed.notify_all()
 
     def _is_settled(self) -> bool:
-        return all(rank in self._ready or self._has_failed(name) for name, rank in self._ranks.items())
+        return all(self._is_ready(name) or self._failure(name) for name in self._urls)
 
-    def _has_joined(self, name: str) -> bool:
+    def _is_ready(self, name: str) -> bool:
+        return self._ranks[name] in self._ready and self._failure(name) is None
+
+    def _failure(self, name: str) -> EngineError | None:
+        """Return the error that an engine has answered with, if it has."""
         answer = self._answers[name]
-        return answer.done() and answer.exception() is None
-
-    def _has_failed(self, name: str) -> bool:
-        answer = self._answers[name]
-        return answer.done() and answer.exception() is not None
-
-    def _has_answered(self, name: str) -> bool:
-        error = self._answers[name].exception() if self._answers[name].done() else None
-        return error is not None and engine_error(error).kind != "gone"
+        if not answer.done():
+            return None
+        if answer.cancelled():
+            return EngineError("the connections to the servers are closed", "failed")
+        error = answer.exception()
+        return None if error is None else engine_error(error)
 
     def _why_not(self, name: str) -> EngineError:
-        answer = self._answers[name]
-        error = answer.exception() if answer.done() else None
         late = f"it was not ready to receive within weights.timeout_s = {self._settings.timeout_s:g} s"
-        return engine_error(error) if error is not None else EngineError(late, "failed")
+        return self._failure(name) or EngineError(late, "failed")
 
 
 def _address_for(urls: Iterable[str]) -> str:

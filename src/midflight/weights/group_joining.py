@@ -1,7 +1,7 @@
 """An engine's way into a process group.
 
 waits for      the trainer's list of the members, then for a connection to the next member and one of the previous
-unblocked by   each of them; the timeout; the end of the connection to the trainer
+unblocked by   each of them; the timeout; for the list, the end of the connection to the trainer
 """
 
 from __future__ import annotations

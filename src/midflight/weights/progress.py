@@ -16,7 +16,7 @@ from typing import Literal
 class Progress:
     """State of an engine's last or running receive; all counts are in bytes."""
 
-    group: str = ""  # address and port of the group's store; empty without a group
+    group: str = ""  # address and port of the invitation; empty without a group
     rank: int = 0
     world_size: int = 0
     version: int | None = None

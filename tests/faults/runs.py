@@ -164,7 +164,7 @@ def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
 def waiting_of(run: RunDirectory) -> dict[int, ChosenBatch]:
     """Return the batches handed over but not yet preprocessed, by index."""
     recipe = load_recipe(run.config)
-    if recipe.preprocess.process != "own":
+    if not recipe.num_preprocess_workers:
         return {}
     with closing(open_batches(run, recipe)) as batches, closing(open_groups(run, recipe)) as groups:
         first = batches.next_offset()

@@ -52,7 +52,6 @@ pytestmark = pytest.mark.slow
 
 QUICK = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=20")
 OWN = "preprocess.num_workers=1"
-REFERENCE = ("loss.type=reinforce", "loss.kl_coefficient=0.01")
 
 
 def weights_of(pid: int) -> Path:
@@ -184,7 +183,9 @@ def test_a_checkpoint_damaged_during_the_run_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("preprocess", [(), ("preprocess.num_workers=1",), (*REFERENCE, "preprocess.num_workers=2")])
+@pytest.mark.parametrize(
+    "preprocess", [(), ("preprocess.num_workers=1",), ("loss.kl_coefficient=0.01", "preprocess.num_workers=2")]
+)
 def test_truncated_stream_logs_lose_no_group(tmp_path: Path, preprocess: tuple[str, ...]) -> None:
     """Simulate a power loss: kill every process at once and truncate the write-ahead logs of SQLite."""
     chance = random.Random(f"cut logs {preprocess}")

@@ -135,7 +135,7 @@ def http_speed(
 def preprocess_idle(
     model: Annotated[str, typer.Option(help="smollm2 or demo: policy and reference")] = "smollm2",
     workers: Annotated[str, typer.Option(help="numbers of preprocessing processes, separated by commas")] = "0,1,2",
-    steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 12,
+    steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 10,
     as_json: Json = False,
 ) -> None:
     """Idle share of generation beside a reference as large as the policy."""

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 MODELS = ("smollm2", "demo")
 _BUSY = ("decode", "update")
 _WAITING = ("wait", "grade")
-_GENERATION_BOUND = ("schedule.num_in_flight=8", "sampling.max_tokens=32")
+_GENERATION_BOUND = ("schedule.num_in_flight=6", "batch.batch_size=16", "sampling.max_tokens=32")
 _MAX_IDLE = 0.02
 
 
@@ -44,7 +44,7 @@ _MAX_IDLE = 0.02
 class PreprocessLoad:
     model: str = "smollm2"
     workers: tuple[int, ...] = (0, 1, 2)
-    steps: int = 12
+    steps: int = 10
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:

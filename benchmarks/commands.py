@@ -131,6 +131,22 @@ def http_speed(
         print(json_text(result))
 
 
+@app.command(name="preprocess")
+def preprocess_idle(
+    model: Annotated[str, typer.Option(help="smollm2 or demo: policy and reference")] = "smollm2",
+    workers: Annotated[str, typer.Option(help="numbers of preprocessing processes, separated by commas")] = "0,1,2",
+    steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Idle share of generation beside a reference as large as the policy."""
+    from benchmarks.preprocess import PreprocessLoad, bench_preprocess
+
+    load = PreprocessLoad(model, tuple(map(_whole, workers.split(","))), steps)
+    result = bench_preprocess(load, functools.partial(print, file=sys.stderr, flush=True))
+    if as_json:
+        print(json_text(result))
+
+
 @app.command(name="train")
 def train_speed(
     model: ModelOption = "demo",
@@ -266,7 +282,7 @@ def smollm2(
     from benchmarks.smollm2 import SmolOptions, bench_smollm2
     from benchmarks.smollm2_figures import plot_smollm2, smollm2_table, write_page
 
-    options = SmolOptions(out, tuple(map(_seed, seeds.split(","))), steps, variant_steps, num_problems)
+    options = SmolOptions(out, tuple(map(_whole, seeds.split(","))), steps, variant_steps, num_problems)
     result = bench_smollm2(options, Console(stderr=True).print)
     if picture:
         plot_smollm2(result, picture)
@@ -281,7 +297,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seed(text: str) -> int:
+def _whole(text: str) -> int:
     if not text.isdecimal():
-        raise typer.BadParameter(f"{text!r} is not a seed, a whole number from 0")
+        raise typer.BadParameter(f"{text!r} is not a whole number from 0")
     return int(text)

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from midflight.actor.actor import Actor
-from midflight.actor.loop import Intervals, RolloutLoop
+from midflight.actor.loop import BatchSink, Intervals, RolloutLoop
 from midflight.actor.shares import Shares
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
@@ -19,6 +19,7 @@ from midflight.launch.build import (
     build_actor_config,
     build_learning_rates,
     build_preprocessing,
+    build_scorer,
     build_trainer,
     recipe_schedule,
 )
@@ -26,10 +27,12 @@ from midflight.launch.engines import build_engine
 from midflight.launch.environments import build_all_environments
 from midflight.launch.objectives import build_objective
 from midflight.launch.prompts import build_prompts
+from midflight.launch.streams import scoring_workers
 from midflight.metrics.jsonl import JsonlWriter
 from midflight.models.loading import load_config, load_tokenizer
-from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
-from midflight.protocols import Generator, LocalEngine, WeightReceiver
+from midflight.preprocess.ahead import AheadOfBatches, OtherWorker, SendAhead
+from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor, ScoringLoop
+from midflight.protocols import Generator, LocalEngine, Record, WeightReceiver
 from midflight.run.evaluation import evaluation_during_run, num_slots
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
@@ -38,7 +41,7 @@ from midflight.tracing.spans import Tracer
 from midflight.trainer.loop import LoopSettings, TrainLoop
 from midflight.trainer.state import TrainerState
 from midflight.trainer.step import TrainStep
-from midflight.types import ChosenBatch, Completion, TrainingBatch
+from midflight.types import ChosenBatch, Completion, GroupScores, GroupToScore, TrainingBatch
 
 TRAIN_TICKS = 7  # iterations of the rollout loop during one optimizer step, in `run_steps`
 
@@ -55,14 +58,14 @@ class Recorder(MemoryStream[TrainingBatch]):
         return super().append(record, timeout_s)
 
 
-class _Groups(MemoryStream[ChosenBatch]):
+class CodedStream(MemoryStream[Record]):
     """Memory stream that encodes and decodes each record, as between two processes."""
 
-    def __init__(self) -> None:
-        super().__init__(capacity=1000)
-        self._codec = Codec(ChosenBatch)
+    def __init__(self, record_type: type[Record], capacity: int = 1000) -> None:
+        super().__init__(capacity)
+        self._codec = Codec(record_type)
 
-    def append(self, record: ChosenBatch, timeout_s: float | None = None) -> int | None:
+    def append(self, record: Record, timeout_s: float | None = None) -> int | None:
         return super().append(self._codec.decode(self._codec.encode(record)), timeout_s)
 
 
@@ -114,7 +117,7 @@ class Loops:
     actor: Actor
     rollouts: RolloutLoop
     training: TrainLoop
-    preprocess: PreprocessLoop | None  # None: preprocessing is part of the rollout loop
+    preprocess: list[PreprocessLoop | ScoringLoop]  # empty: preprocessing is part of the rollout loop
     evaluation: EvaluationDuringRun | None  # None: the recipe has no eval.every
 
 
@@ -140,15 +143,9 @@ def build_loops(
     shares = Shares(generator_of(PullsAtOnce(engine, weights)), ImmediateGrader(environment))
     evaluation = evaluation_during_run(recipe, RunDirectory(directory), 0, shares, environment, prompts)
     actor_config = build_actor_config(recipe, prompts)
-    actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts)
+    sink, on_ready, preprocess = _preprocessing(recipe, stream, tracer)
+    actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts, on_ready=on_ready)
     every_iteration = Intervals(grades_s=0)
-    sink: _Groups | PreprocessAtOnce
-    if recipe.preprocess.process == "own":
-        sink, tracer_of_its_own = _Groups(), Tracer(None, "test")
-        preprocessor = Preprocessor(build_preprocessing(recipe), tracer_of_its_own)
-        preprocess = PreprocessLoop(sink, stream, preprocessor, tracer_of_its_own)
-    else:
-        sink, preprocess = PreprocessAtOnce(stream, Preprocessor(build_preprocessing(recipe), tracer)), None
     rollouts = RolloutLoop(
         actor, shares.generator, schedule, weights, sink, tracer, intervals=every_iteration, evaluation=evaluation
     )
@@ -162,6 +159,32 @@ def build_loops(
     step = TrainStep(backend, build_objective(recipe), build_learning_rates(recipe))
     training = TrainLoop(settings, step, stream, TrainerState(), Tracer(None, "test"), metrics)
     return Loops(weights, stream, actor, rollouts, training, preprocess, evaluation)
+
+
+def _preprocessing(
+    recipe: Recipe, batches: Recorder, tracer: Tracer
+) -> tuple[BatchSink, SendAhead | None, list[PreprocessLoop | ScoringLoop]]:
+    """Build the sink of the rollout loop, the sender of finished groups, and the loop of every worker."""
+    preprocessing = build_preprocessing(recipe)
+    has_reference = recipe.loss.kl_coefficient is not None
+    if not recipe.num_preprocess_workers:
+        scored = AheadOfBatches(build_scorer(recipe, tracer), preprocessing, tracer) if has_reference else None
+        return PreprocessAtOnce(batches, Preprocessor(preprocessing, tracer, scored)), None, []
+    groups, own = CodedStream(ChosenBatch), Tracer(None, "test")
+    if not has_reference:
+        return groups, None, [PreprocessLoop(groups, batches, Preprocessor(preprocessing, own), own)]
+    unscored = [CodedStream(GroupToScore) for _ in scoring_workers(recipe)]
+    scores = [CodedStream(GroupScores) for _ in unscored[1:]]
+    others = [OtherWorker(*streams) for streams in zip(unscored[1:], scores, strict=True)]
+    ahead = AheadOfBatches(build_scorer(recipe, own), preprocessing, own, unscored[0], others)
+    loops: list[PreprocessLoop | ScoringLoop] = [
+        PreprocessLoop(groups, batches, Preprocessor(preprocessing, own, ahead), own)
+    ]
+    for other in others:
+        tracer_of_other = Tracer(None, "test")
+        scorer = build_scorer(recipe, tracer_of_other)
+        loops.append(ScoringLoop(other.share, other.scores, scorer, tracer_of_other))
+    return groups, SendAhead(unscored, preprocessing, tracer), loops
 
 
 def run_steps(

@@ -253,6 +253,39 @@ class Trajectory:
     advantages: Float32Array
     reward: float  # the target of a value function
     first_version: int  # weight version of the first generated token, which may carry no loss
+    ref_logprobs: Float32Array | None = None  # as in Microbatch
+
+
+# --- scores of the reference -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceToScore:
+    """Tokens of one rollout; the reference scores the sampled ones. Both arrays `[T]`."""
+
+    rollout_id: RolloutId
+    token_ids: Int32Array
+    sampled: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class GroupToScore:
+    """The rollouts of a finished group that may carry a gradient; the actor sends it to a preprocessing process."""
+
+    group_id: GroupId
+    sequences: list[SequenceToScore]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """Log-probabilities of a GroupToScore under the frozen reference.
+
+    A group that was generated again after a kill has the same id and other tokens, hence the digest.
+    """
+
+    group_id: GroupId
+    digest: bytes  # of the GroupToScore
+    logprobs: list[Float32Array]  # one array per sequence, one value per sampled token
 
 
 # --- training ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_a_run_of_user_defined_parts(tmp_path: Path) -> None:
         "weights.type=own_parts:OwnDirectory",
         "weights.options.name=mine",
         "metrics.sinks=['own_parts:TextSink', 'own_parts:FailingSink']",
-        "preprocess.process=own",
+        "preprocess.num_workers=1",
         "batch.batch_size=16",
         "eval.num_problems=0",
         "trainer.max_steps=3",

@@ -32,7 +32,8 @@ def test_a_run_resumes_after_a_restart_of_redis(tmp_path: Path) -> None:
     data.mkdir()
     with RedisServer(data, password="open-sesame") as server:
         url = server.url.replace("://", "://:open-sesame@")
-        settings = ("streams.type=redis", "preprocess.process=own", "trainer.max_steps=4", *SMALL)
+        reference = ("loss.kl_coefficient=0.01", "preprocess.num_workers=2")
+        settings = ("streams.type=redis", *reference, "trainer.max_steps=4", *SMALL)
         refused = train(RECIPE, f"run.directory={run}", *settings, url=server.url)
         assert refused.returncode == 2
         assert "asks for a password, or another one: redis://:PASSWORD@..." in refused.stderr.splitlines()[-1]

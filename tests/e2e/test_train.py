@@ -134,9 +134,9 @@ def test_conventional_schedule(tmp_path: Path) -> None:
     check_accounts(summary)
 
 
-def test_preprocessing_in_its_own_process(tmp_path: Path) -> None:
+def test_processes_share_the_work_of_the_reference(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = ("preprocess.process=own", "loss.type=reinforce", "loss.kl_coefficient=0.01", "eval.num_problems=0")
+    overrides = ("preprocess.num_workers=2", "loss.type=reinforce", "loss.kl_coefficient=0.01", "eval.num_problems=0")
     done = midflight("train", RECIPE, f"run.directory={run}", "trainer.max_steps=6", *SMALL[:-1], *overrides, "--json")
     summary = json.loads(done.stdout)
     assert summary["steps"] == 6
@@ -149,8 +149,8 @@ def test_preprocessing_in_its_own_process(tmp_path: Path) -> None:
     assert all(line["time/preprocess_s"] > 0 for line in lines)
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     process_of = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    made_in = {process_of[each["pid"]] for each in events if each["name"] == "preprocess"}
-    assert made_in == {"preprocess"}
+    done_in = {(each["name"], process_of[each["pid"]]) for each in events if each["name"] in ("preprocess", "score")}
+    assert done_in == {("preprocess", "preprocess"), ("score", "preprocess"), ("score", "preprocess-1")}
 
 
 def test_ctrl_c_saves_a_checkpoint_and_resume_continues(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def _in_a_thread(run: Callable[[Callable[[], bool]], None]) -> Iterator[threadin
 def run_in_threads(recipe: Recipe, directory: Path) -> FinishedRun:
     with JsonlWriter(directory / "metrics.jsonl") as metrics, ExitStack() as stack:
         loops = build_loops(recipe, directory, metrics)
-        runs = [loops.rollouts.run, *([loops.preprocess.run] if loops.preprocess else [])]
+        runs = [loops.rollouts.run, *(loop.run for loop in loops.preprocess)]
         threads = [stack.enter_context(_in_a_thread(run)) for run in runs]
         loops.training.run(lambda: not all(thread.is_alive() for thread in threads))
     return FinishedRun(

@@ -24,6 +24,7 @@ from midflight.actor.partials import PartialBuffer
 from midflight.config import SHIPPED_RECIPES, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import StreamError
+from midflight.launch.build import build_reference
 from midflight.launch.streams import open_batches, open_groups
 from midflight.metrics.jsonl import read_metrics
 from midflight.run.resuming import actor_checkpoint
@@ -164,7 +165,7 @@ def batches_of(run: RunDirectory) -> dict[int, TrainingBatch]:
 def waiting_of(run: RunDirectory) -> dict[int, ChosenBatch]:
     """Return the batches handed over but not yet preprocessed, by index."""
     recipe = load_recipe(run.config)
-    if recipe.preprocess.process != "own":
+    if not recipe.num_preprocess_workers:
         return {}
     with closing(open_batches(run, recipe)) as batches, closing(open_groups(run, recipe)) as groups:
         first = batches.next_offset()
@@ -177,7 +178,10 @@ def check_counts(summary: dict[str, Any]) -> None:
 
 
 def check_accounts(run: RunDirectory, summary: dict[str, Any]) -> None:
-    """Check that every started group is in one batch or open, and that the number of trimmed batches is right."""
+    """Check that every started group is in one batch or open, and that the number of trimmed batches is right.
+
+    With a reference, every batch has the reference's scores of its own tokens.
+    """
     check_counts(summary)
     groups = summary["groups"]
     assert groups["failed"] == groups["dropped"] == 0
@@ -197,7 +201,11 @@ def check_accounts(run: RunDirectory, summary: dict[str, Any]) -> None:
     assert set(known) <= set(range(checkpoint.state.next_group_id))
     assert checkpoint.state.next_group_id - len(known) == first * BATCH_SIZE // GROUP_SIZE
     assert {rollout.group_id for rollout in checkpoint.rollouts} <= set(checkpoint.state.open_group_ids)
+    reference = None if recipe.loss.kl_coefficient is None else build_reference(recipe)
     for microbatch in (each for batch in batches.values() for share in batch.microbatches for each in share):
+        if reference:
+            assert microbatch.ref_logprobs is not None
+            np.testing.assert_allclose(microbatch.ref_logprobs, reference.logprobs(microbatch), atol=1e-4)
         ends = np.cumsum(microbatch.sequence_lengths)
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             own = slice(start, end)

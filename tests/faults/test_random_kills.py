@@ -46,7 +46,10 @@ STOP_PROBABILITY = 0.2
 MARK = "MIDFLIGHT_RUN_TO_KILL"  # in the environment of every process that may be killed
 PATIENT = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=1000", "task.grading_timeout_s=60")
 CASES = {
-    "april": ("schedule.type=april", "schedule.over_sampling=2", "preprocess.process=own"),
+    "april": (
+        *("schedule.type=april", "schedule.over_sampling=2"),
+        *("loss.kl_coefficient=0.01", "preprocess.num_workers=2"),
+    ),
     "fsdp": (
         *("schedule.type=pipeline", "schedule.num_in_flight=16", "streams.type=redis"),
         *("trainer.type=fsdp", "trainer.num_ranks=2"),

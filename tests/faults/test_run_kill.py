@@ -40,7 +40,7 @@ ENDS = ("supervisor.max_restarts=0",)  # a killed process ends the run
 @pytest.mark.timeout(400)
 def test_groups_waiting_for_killed_preprocessing_are_trained_later(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    settings = (*SETTINGS, *ENDS, "schedule.type=bounded", "schedule.max_lag=2", "preprocess.process=own")
+    settings = (*SETTINGS, *ENDS, "schedule.type=bounded", "schedule.max_lag=2", "preprocess.num_workers=1")
     with training(RECIPE, f"run.directory={run.path}", *settings) as process:
         wait_for(process, lambda: num_lines(run) >= 4)
         pid = pid_of("preprocess", process.pid)

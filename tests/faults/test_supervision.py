@@ -51,7 +51,7 @@ from midflight.weights.shared_memory import SharedMemoryReceiver
 pytestmark = pytest.mark.slow
 
 QUICK = ("supervisor.backoff_s=0.02", "supervisor.max_restarts=20")
-OWN = "preprocess.process=own"
+OWN = "preprocess.num_workers=1"
 
 
 def weights_of(pid: int) -> Path:
@@ -183,12 +183,14 @@ def test_a_checkpoint_damaged_during_the_run_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("preprocess", ["own", "rollout"])
-def test_truncated_stream_logs_lose_no_group(tmp_path: Path, preprocess: str) -> None:
+@pytest.mark.parametrize(
+    "preprocess", [(), ("preprocess.num_workers=1",), ("loss.kl_coefficient=0.01", "preprocess.num_workers=2")]
+)
+def test_truncated_stream_logs_lose_no_group(tmp_path: Path, preprocess: tuple[str, ...]) -> None:
     """Simulate a power loss: kill every process at once and truncate the write-ahead logs of SQLite."""
     chance = random.Random(f"cut logs {preprocess}")
     run = RunDirectory(tmp_path / "run")
-    settings = (*SCHEDULES[0], f"preprocess.process={preprocess}")
+    settings = (*SCHEDULES[0], *preprocess)
     with running(run.path, *settings) as active:
         active.wait_for_steps(chance.randint(4, 8))
         kill_all(active.process)

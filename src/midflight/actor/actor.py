@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from midflight.actor.episodes import Episodes, turn_of
@@ -58,8 +58,12 @@ class Actor:
         grader: Grader,
         prompts: PromptFormat,
         checkpoint: ActorCheckpoint | None = None,
+        on_ready: Callable[[RolloutGroup], None] | None = None,
     ) -> None:
-        """Continue from `checkpoint`: open groups keep the rollouts in it; their other members are generated again."""
+        """Continue from `checkpoint`: open groups keep the rollouts in it; their other members are generated again.
+
+        `on_ready`: called with every group whose members are all done and which may be chosen for a batch.
+        """
         self._config = config
         self._generator = generator
         self._environment = environment
@@ -75,6 +79,7 @@ class Actor:
         )
         self.ledger = Ledger(config.batch_size, config.group_size, checkpoint.state if checkpoint else None)
         self._groups: dict[GroupId, RolloutGroup] = {}  # open or ready
+        self._on_ready = on_ready
         self._recent_failures = RecentFailures(config.max_failed_fraction)
         self._filtered_in_a_row = 0
         self._restore(checkpoint.rollouts if checkpoint else ())
@@ -213,6 +218,8 @@ class Actor:
         else:
             self._filtered_in_a_row = 0
             self.ledger.make_ready(group.group_id)
+            if self._on_ready:
+                self._on_ready(group)
 
     def _filter(self, group: RolloutGroup) -> None:
         del self._groups[group.group_id]

@@ -202,7 +202,9 @@ class RolloutLoop:
         if self._evaluation:
             metrics |= self._evaluation.take_metrics()
         batch = replace(batch, metrics=metrics)
-        if self._sink.append(batch, timeout_s=0) is None:
+        with self._tracer.span("hand_over", batch=batch.index):
+            offset = self._sink.append(batch, timeout_s=0)
+        if offset is None:
             raise StreamError(f"the stream of batches is full at batch {batch.index}")
 
     @property

@@ -214,6 +214,7 @@ RECIPE = FileKind(
         "loss.function": "loss.type",
         "schedule.max_waiting": "schedule.queue_capacity",
         "engine.update_timeout_s": "weights.timeout_s",
+        "preprocess.process": "preprocess.num_workers: 0 for 'rollout', 1 or more for 'own'",
         "engine.max_update_pause_s": "not needed: engines copy new weights while they decode; remove the key",
     },  # since version 0.1
     shipped=SHIPPED_RECIPES,

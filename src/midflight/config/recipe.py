@@ -137,12 +137,30 @@ class Recipe(Section):
 
     @pydantic.model_validator(mode="after")
     def check_preprocess(self) -> Recipe:
-        if self.preprocess.threads is not None and self.preprocess.process != "own":
+        num_workers, has_reference = self.num_preprocess_workers, self.loss.kl_coefficient is not None
+        if self.preprocess.threads is not None and not num_workers:
             raise ValueError(
-                "preprocess.threads needs a separate preprocessing process, but preprocess.process ="
-                f" {self.preprocess.process!r}; 'own' would work"
+                "preprocess.threads is for preprocessing processes, but preprocess.num_workers = 0;"
+                " preprocess.num_workers = 1 would work"
+            )
+        if num_workers > 1 and not has_reference:
+            raise ValueError(
+                f"preprocess.num_workers = {num_workers}: processes share the work of the reference model, but"
+                " loss.kl_coefficient is not set; preprocess.num_workers = 0 or 1 would work"
+            )
+        if self.preprocess.device and (not has_reference or self.reference.url):
+            raise ValueError(
+                f"preprocess.device = {self.preprocess.device!r} is for a reference model in a process of the run,"
+                " which this recipe has not; leave it out"
             )
         return self
+
+    @property
+    def num_preprocess_workers(self) -> int:
+        """Number of preprocessing processes; 0 if the rollout process preprocesses."""
+        if self.preprocess.num_workers is None:
+            return int(self.loss.kl_coefficient is not None)
+        return self.preprocess.num_workers
 
     @pydantic.model_validator(mode="after")
     def check_algorithm(self) -> Recipe:

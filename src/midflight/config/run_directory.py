@@ -38,7 +38,7 @@ class RunDirectory:
     trace = _Entry("trace.json")
     checkpoints = _Entry("checkpoints")
     batches = _Entry("streams/batches.sqlite")
-    groups = _Entry("streams/groups.sqlite")  # only if preprocessing has its own process
+    groups = _Entry("streams/groups.sqlite")  # only if preprocessing has processes of its own
     partials = _Entry("streams/partials.sqlite")
     identity_file = _Entry("streams/identity")
     spare_weights = _Entry("weights.shared")  # replaces shared memory that is too small for the weights
@@ -49,6 +49,13 @@ class RunDirectory:
     def identity(self) -> str:
         """Globally unique name of the run."""
         return self.identity_file.read_text().strip()
+
+    def unscored(self, worker: int) -> Path:
+        """Stream of the groups that a preprocessing process scores ahead of their batches."""
+        return self.path / "streams" / f"unscored-{worker}.sqlite"
+
+    def scores(self, worker: int) -> Path:
+        return self.path / "streams" / f"scores-{worker}.sqlite"
 
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"

@@ -212,10 +212,19 @@ WeightsConfig = Annotated[
 class PreprocessConfig(Section):
     """Preprocessing between generation and training: advantages, packing and log-probabilities of the reference."""
 
-    process: Literal["rollout", "own"] = Field(
-        "rollout", description="process of preprocessing: the rollout process, or a separate one"
+    num_workers: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="number of processes that preprocess; 0: the rollout process does, and generation stands still"
+        " meanwhile; default: 1 with a reference model, else 0",
     )
-    threads: int | None = Field(None, ge=1, description="number of CPU threads of a separate process; default: 1")
+    threads: int | None = Field(None, ge=1, description="number of CPU threads of each process; default: 1")
+    device: Device | None = Field(
+        None,
+        description="device of the reference model: cpu, cuda (worker N on device N, modulo their number) or cuda:N;"
+        " default: engine.device",
+    )
 
 
 class TrainerOptions(Section):

@@ -40,7 +40,9 @@ from midflight.models.tokenizer import Tokenizer
 from midflight.preprocess.advantages import Advantage
 from midflight.preprocess.batches import Preprocessing
 from midflight.preprocess.reference import FrozenReference
+from midflight.preprocess.scoring import GroupScorer
 from midflight.protocols import Reference, Schedule, TrainerBackend, WeightSender
+from midflight.tracing.spans import Tracer
 from midflight.trainer.deepspeed import DeepSpeedTrainer, is_installed
 from midflight.trainer.learning_rates import LearningRates
 from midflight.trainer.policies import PolicySettings, check_policy
@@ -114,7 +116,6 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
         mask_truncated=batch.mask_truncated,
         overlong_buffer=recipe.reward.overlong_buffer,
         keep_zero_advantage=learns_values or recipe.loss.needs_every_token,
-        reference=None if recipe.loss.kl_coefficient is None else build_reference(recipe),
         num_ranks=recipe.trainer.num_ranks,
     )
 
@@ -130,12 +131,25 @@ def build_advantage(recipe: Recipe) -> Advantage | None:
     return ADVANTAGES.bind(advantage.type, {}, own_options(advantage))
 
 
-def build_reference(recipe: Recipe) -> Reference:
+def build_scorer(recipe: Recipe, tracer: Tracer, worker: int = 0) -> GroupScorer:
+    """Return the scorer of preprocessing process `worker`. Raises: as `build_reference` does."""
+    return GroupScorer(build_reference(recipe, worker), recipe.batch.max_tokens, tracer)
+
+
+def build_reference(recipe: Recipe, worker: int = 0) -> Reference:
     """Return the reference model. Raises: ModelError if loading it fails, GenerationLostError if it is unreachable."""
     path, url = recipe.reference.path or recipe.model.path, recipe.reference.url
     if url:
         return HTTPReference(url, recipe.sampling.temperature, api_key=os.environ.get(KEY_VARIABLE))
-    return FrozenReference(path, recipe.sampling.temperature, recipe.engine.device)
+    return FrozenReference(path, recipe.sampling.temperature, reference_device(recipe, worker))
+
+
+def reference_device(recipe: Recipe, worker: int) -> torch.device:
+    """Device of the reference model in preprocessing process `worker`."""
+    device = torch.device(recipe.preprocess.device or recipe.engine.device)
+    if device.type == "cuda" and device.index is None and worker:
+        return torch.device("cuda", worker % max(1, torch.cuda.device_count()))
+    return device
 
 
 def build_trainer(recipe: Recipe, sender: WeightSender, group: ProcessGroup = _SINGLE_PROCESS) -> TrainerBackend:
@@ -225,6 +239,8 @@ def check_recipe(recipe: Recipe) -> None:
     check_streams(recipe)
     check_evaluation(recipe)
     check_policy(recipe.model.path, build_policy_settings(recipe))
+    if recipe.preprocess.device:
+        check_device("preprocess", recipe.preprocess.device)
     _check_reference(recipe)
 
 

@@ -17,7 +17,7 @@ from midflight.config.sections import (
     SharedMemoryWeightsConfig,
     TrainerConfig,
 )
-from midflight.launch.build import check_structure, lora_settings, recipe_schedule
+from midflight.launch.build import check_structure, lora_settings, recipe_schedule, reference_device
 from midflight.launch.checks import missing_for_checks
 from midflight.launch.memory import (
     ModelSizes,
@@ -31,6 +31,7 @@ from midflight.launch.memory import (
 from midflight.launch.objectives import build_objective
 from midflight.launch.planning import estimate_scenario
 from midflight.launch.simulation import simulate_scenario
+from midflight.launch.streams import scoring_workers
 from midflight.launch.weights import transport_options
 from midflight.metrics.jsonl import finite
 
@@ -64,14 +65,15 @@ def dry_run(recipe: Recipe, scenario: Scenario | None = None, model_config: Path
 def _roles(recipe: Recipe) -> list[dict[str, Any]]:
     """Processes by role, in the order of their start. Servers are started by the user."""
     trainer, engine, is_pool = recipe.trainer, recipe.engine, isinstance(recipe.engine, HttpEngineConfig)
-    preprocesses = "" if recipe.preprocess.process == "own" else ", preprocessing"
+    num_workers = recipe.num_preprocess_workers
+    preprocesses = "" if num_workers else ", preprocessing"
     roles: list[tuple[str, int | None, str, str]] = [
         ("trainer", trainer.num_ranks, _trainer_devices(trainer), f"trains ({trainer.type})"),
         ("rollout", 1, "cpu" if is_pool else engine.device, f"schedule {recipe.schedule.type}{preprocesses}"),
         ("grader", recipe.task.num_graders, "cpu", f"rewards of {recipe.task.type}"),
     ]
-    if preprocesses == "":
-        roles.append(("preprocess", 1, _reference_device(recipe), "preprocessing"))
+    if num_workers:
+        roles.append(("preprocess", num_workers, _reference_device(recipe), "preprocessing"))
     if is_pool:
         roles.append(("server", None, engine.device, "generates; started with `midflight serve ... --join`"))
     return [dict(zip(("role", "processes", "device", "does"), role, strict=True)) for role in roles]
@@ -83,7 +85,9 @@ def _trainer_devices(trainer: TrainerConfig) -> str:
 
 
 def _reference_device(recipe: Recipe) -> str:
-    return "cpu" if recipe.loss.kl_coefficient is None or recipe.reference.url else recipe.engine.device
+    if recipe.loss.kl_coefficient is None or recipe.reference.url:
+        return "cpu"
+    return recipe.preprocess.device or recipe.engine.device
 
 
 def _model_figures(path: Path, sizes: ModelSizes) -> dict[str, Any]:
@@ -117,8 +121,11 @@ def _memory(recipe: Recipe, sizes: ModelSizes) -> dict[str, Any]:
         device = _device(trainer.device, 0) if sent["backend"] == "nccl" else "cpu"
         rows.append(("weights being sent", device, {"weights": published_memory(sizes, trainer)}))
     if recipe.loss.kl_coefficient is not None and not recipe.reference.url:
-        rows.append(("reference model", _device(engine.device, 0), reference_memory(sizes)))
+        each = ", each process" if recipe.num_preprocess_workers > 1 else ""
+        rows.append((f"reference model{each}", _device(str(reference_device(recipe, 0)), 0), reference_memory(sizes)))
     totals: Counter[str] = Counter()
+    for worker in range(1, len(scoring_workers(recipe)) if not recipe.reference.url else 0):
+        totals[_device(str(reference_device(recipe, worker)), 0)] += sum(reference_memory(sizes).values())
     for _, device, row in rows:
         totals[device] += sum(row.values())
     for rank in range(1, trainer.num_ranks):

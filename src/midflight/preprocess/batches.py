@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from midflight.metrics.segments import NUM_POSITIONS, tenths
 from midflight.preprocess.advantages import Advantage, normalize
 from midflight.preprocess.packing import assign_to_ranks, pack
 from midflight.preprocess.rewards import overlong_penalty
-from midflight.protocols import Reference
 from midflight.types import (
     BoolArray,
     ChosenBatch,
@@ -22,6 +21,8 @@ from midflight.types import (
     GeneratedTokens,
     Microbatch,
     Rollout,
+    RolloutGroup,
+    RolloutId,
     TrainingBatch,
     Trajectory,
 )
@@ -39,13 +40,15 @@ class Preprocessing:
     mask_truncated: bool = False  # truncated responses carry no loss
     overlong_buffer: int = 0  # tokens
     keep_zero_advantage: bool = False  # trajectories with zero advantage also have a gradient
-    reference: Reference | None = None
     num_ranks: int = 1
 
 
-def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBatch:
-    """Build the training batch from the chosen groups: rewards, advantages, loss masks, ranks, packing, reference.
+def build_batch(
+    chosen: ChosenBatch, preprocessing: Preprocessing, scores: Mapping[RolloutId, Float32Array] | None = None
+) -> TrainingBatch:
+    """Build the training batch from the chosen groups: rewards, advantages, loss masks, ranks, packing.
 
+    `scores`: the reference's log-probability of every sampled token, for every rollout that `may_have_gradient` names.
     Trajectories without a gradient are counted but not packed. A trajectory has no gradient if none of its tokens
     carries loss, or if its advantage is zero and `preprocessing.keep_zero_advantage` is off.
 
@@ -54,11 +57,18 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
     index, groups = chosen.index, chosen.groups
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = np.array([rollout.num_sampled for rollout in rollouts], np.int32)
-    penalties = overlong_penalty(lengths, preprocessing.max_response_tokens, preprocessing.overlong_buffer)
-    rewards = np.array([rollout.reward for rollout in rollouts], np.float64) + penalties
+    penalties = _penalties(rollouts, preprocessing)
+    rewards = _rewards(rollouts) + penalties
     advantages = _advantages(rewards, [len(group.rollouts) for group in groups], preprocessing)
+    scores = scores or {}
     trajectories = [
-        trajectory_of(rollout, float(advantage), float(reward), _loss_mask(rollout, index, preprocessing))
+        trajectory_of(
+            rollout,
+            float(advantage),
+            float(reward),
+            _loss_mask(rollout, index, preprocessing),
+            scores.get(rollout.rollout_id),
+        )
         for rollout, advantage, reward in zip(rollouts, advantages, rewards, strict=True)
     ]
     has_gradient = [
@@ -66,7 +76,7 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
         for trajectory in trajectories
     ]
     microbatches = [
-        _pack([trajectories[member] for member in members if has_gradient[member]], preprocessing)
+        _pack([trajectories[member] for member in members if has_gradient[member]], preprocessing.max_tokens)
         for members in assign_to_ranks(len(trajectories), preprocessing.num_ranks, index)
     ]
     num_response_tokens = int(lengths.sum())
@@ -97,17 +107,42 @@ def build_batch(chosen: ChosenBatch, preprocessing: Preprocessing) -> TrainingBa
     )
 
 
-def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_loss: BoolArray) -> Trajectory:
+def may_have_gradient(group: RolloutGroup, preprocessing: Preprocessing) -> list[Rollout]:
+    """Return the rollouts of a finished group that may carry a gradient, whichever batch trains on the group.
+
+    A batch may still mask old tokens. Normalization over the batch may turn an advantage of zero into another value.
+    """
+    rollouts = group.rollouts
+    if preprocessing.keep_zero_advantage or preprocessing.normalize_advantages:
+        is_needed = [True] * len(rollouts)
+    else:
+        rewards = _rewards(rollouts) + _penalties(rollouts, preprocessing)
+        is_needed = [bool(each) for each in _advantages(rewards, [len(rollouts)], preprocessing)]
+    return [
+        rollout
+        for rollout, needed in zip(rollouts, is_needed, strict=True)
+        if needed and rollout.num_sampled and not _is_masked(rollout, preprocessing)
+    ]
+
+
+def trajectory_of(
+    rollout: Rollout, advantage: float, reward: float, carries_loss: BoolArray, scores: Float32Array | None = None
+) -> Trajectory:
     """Flat token view of a rollout, with the same advantage for every sampled token that carries loss.
 
-    All other tokens are only context for later tokens.
+    All other tokens are only context for later tokens. `scores`: the reference's log-probabilities.
 
-    Shapes: carries_loss [number of sampled tokens] bool.
+    Shapes: carries_loss [number of sampled tokens] bool, scores [number of sampled tokens].
     """
     segments, versions = rollout.segments, rollout.generated.weight_versions
     tokens = GeneratedTokens.joined([segment.tokens for segment in segments])
-    loss_mask = np.concatenate([np.full(len(segment), segment.sampled) for segment in segments])
-    loss_mask[loss_mask] = carries_loss
+    sampled = sampled_mask(rollout)
+    loss_mask = sampled.copy()
+    loss_mask[sampled] = carries_loss
+    ref_logprobs = None
+    if scores is not None:
+        ref_logprobs = np.zeros(len(sampled), np.float32)
+        ref_logprobs[loss_mask] = scores[carries_loss]
     return Trajectory(
         rollout_id=rollout.rollout_id,
         token_ids=tokens.token_ids,
@@ -117,7 +152,22 @@ def trajectory_of(rollout: Rollout, advantage: float, reward: float, carries_los
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         reward=reward,
         first_version=int(versions[0]) if len(versions) else 0,  # without tokens the value is never used
+        ref_logprobs=ref_logprobs,
     )
+
+
+def sampled_mask(rollout: Rollout) -> BoolArray:
+    """Mask of the sampled tokens among all tokens of a rollout, `[T]`."""
+    return np.concatenate([np.full(len(segment), segment.sampled) for segment in rollout.segments])
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> Float64Array:
+    return np.array([rollout.reward for rollout in rollouts], np.float64)
+
+
+def _penalties(rollouts: Sequence[Rollout], preprocessing: Preprocessing) -> Float64Array:
+    lengths = np.array([rollout.num_sampled for rollout in rollouts], np.int32)
+    return overlong_penalty(lengths, preprocessing.max_response_tokens, preprocessing.overlong_buffer)
 
 
 def _advantages(rewards: Float64Array, group_sizes: Sequence[int], preprocessing: Preprocessing) -> Float64Array:
@@ -130,21 +180,22 @@ def _advantages(rewards: Float64Array, group_sizes: Sequence[int], preprocessing
 
 def _loss_mask(rollout: Rollout, index: int, preprocessing: Preprocessing) -> BoolArray:
     """Mask of the generated tokens that carry loss in batch `index`."""
-    if preprocessing.mask_truncated and rollout.finish_reason is FinishReason.LENGTH:
+    if _is_masked(rollout, preprocessing):
         return np.zeros(rollout.num_sampled, np.bool_)
     if preprocessing.mask_older_than is None:
         return np.ones(rollout.num_sampled, np.bool_)
     return rollout.generated.weight_versions >= index - preprocessing.mask_older_than
 
 
-def _pack(trajectories: Sequence[Trajectory], preprocessing: Preprocessing) -> list[Microbatch]:
+def _is_masked(rollout: Rollout, preprocessing: Preprocessing) -> bool:
+    return preprocessing.mask_truncated and rollout.finish_reason is FinishReason.LENGTH
+
+
+def _pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[Microbatch]:
     try:
-        microbatches = pack(trajectories, preprocessing.max_tokens)
+        return pack(trajectories, max_tokens)
     except ValueError as error:
-        raise RecipeError(f"batch.max_tokens = {preprocessing.max_tokens}: {error}") from error
-    if preprocessing.reference is None:
-        return microbatches
-    return [replace(each, ref_logprobs=preprocessing.reference.logprobs(each)) for each in microbatches]
+        raise RecipeError(f"batch.max_tokens = {max_tokens}: {error}") from error
 
 
 def _lag_histogram(trajectories: Sequence[Trajectory], index: int) -> dict[int, int]:

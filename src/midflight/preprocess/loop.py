@@ -1,14 +1,21 @@
-"""Preprocessing in one of two places: as a step of the rollout loop, or as a loop in its own process.
+"""Preprocessing as a step of the rollout loop, or as loops in processes of their own.
 
-The loop in its own process:
+PreprocessLoop, in worker 0:
 
-consumes       record k of the stream of chosen groups
-waits for      the rollout process to append that record; room in the stream of batches
-unblocked by   the append, and the trainer taking batches; a stop request is seen within WAIT_SLICE_S
+consumes       record k of the stream of chosen groups; finished groups of its share; scores of other workers
+waits for      the rollout process to append record k; scores of groups of batch k; room in the stream of batches
+unblocked by   the append, the other workers, the trainer taking batches; a stop request within WAIT_SLICE_S
 makes wait     the trainer, when it has no batch
 
-Invariant: batch k depends on record k only. After a restart the loop therefore continues at the length of the stream of
-batches; if the process was killed while building a batch, the batch is built again.
+ScoringLoop, in every other worker:
+
+consumes       group k of its share
+waits for      the rollout process to append that group; room in its stream of scores
+unblocked by   the append, and worker 0 reading scores; a stop request within WAIT_SLICE_S
+makes wait     worker 0, when a batch has a group of this share
+
+Invariant: record k of the output depends on record k of the input only. After a restart a loop therefore continues at
+the length of its output; if the process was killed while it made a record, the record is made again.
 """
 
 from __future__ import annotations
@@ -16,27 +23,46 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from midflight.concurrency.wake_up import WAIT_SLICE_S
+from midflight.preprocess.ahead import AheadOfBatches
 from midflight.preprocess.batches import Preprocessing, build_batch
+from midflight.preprocess.scoring import GroupScorer
 from midflight.protocols import Stream
 from midflight.tracing.spans import Tracer
-from midflight.types import ChosenBatch, TrainingBatch
+from midflight.types import ChosenBatch, GroupScores, GroupToScore, TrainingBatch
+
+Record = TypeVar("Record")
+
+# Interval at which worker 0 looks for finished groups while it waits for a batch, which wakes it at once.
+_LOOK_S = 0.05
 
 
 class Preprocessor:
     """Builds batches and records the build time in the metrics of each."""
 
-    def __init__(self, preprocessing: Preprocessing, tracer: Tracer) -> None:
+    def __init__(self, preprocessing: Preprocessing, tracer: Tracer, scored: AheadOfBatches | None = None) -> None:
+        """`scored`: the scores of the reference; None without a reference."""
         self._preprocessing = preprocessing
         self._tracer = tracer
+        self._scored = scored
 
-    def batch_of(self, chosen: ChosenBatch) -> TrainingBatch:
-        """Build one batch. Raises: RecipeError as `build_batch` does."""
+    def batch_of(self, chosen: ChosenBatch, should_stop: Callable[[], bool] = lambda: False) -> TrainingBatch | None:
+        """Build one batch; return None if a stop request comes first. Raises: RecipeError as `build_batch` does."""
         started_s = time.monotonic()
         with self._tracer.span("preprocess", batch=chosen.index):
-            batch = build_batch(chosen, self._preprocessing)
+            scores = self._scored.scores_of(chosen, should_stop) if self._scored else {}
+            if scores is None:
+                return None
+            batch = build_batch(chosen, self._preprocessing, scores)
+        if self._scored:
+            self._scored.forget(chosen.actor_state)
         return replace(batch, metrics={**batch.metrics, "time/preprocess_s": time.monotonic() - started_s})
+
+    def work_ahead(self) -> bool:
+        """Score a finished group ahead of its batch; return False if there is none."""
+        return self._scored is not None and self._scored.score_next()
 
 
 class PreprocessAtOnce:
@@ -55,14 +81,16 @@ class PreprocessAtOnce:
 
         Raises: RecipeError as `build_batch` does.
         """
-        return self._batches.append(self._preprocessor.batch_of(record), timeout_s)
+        batch = self._preprocessor.batch_of(record)
+        assert batch is not None, "no stop request"
+        return self._batches.append(batch, timeout_s)
 
     def close(self) -> None:
         self._batches.close()
 
 
 class PreprocessLoop:
-    """The preprocessing loop described above."""
+    """The loop of worker 0, described above."""
 
     def __init__(
         self,
@@ -78,21 +106,43 @@ class PreprocessLoop:
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Build batches until a stop request. Raises: RecipeError as `build_batch` does."""
+        is_busy = False
         while not should_stop():
             index = self._batches.next_offset()
             with self._tracer.span("wait"):
-                records = self._groups.read(index, timeout_s=WAIT_SLICE_S)
+                records = self._groups.read(index, timeout_s=0 if is_busy else _LOOK_S)
+            is_busy = bool(records) or self._preprocessor.work_ahead()
             if not records:
                 continue
             assert records[0].index == index, f"batch {records[0].index} is record {index} of the groups"
-            if self._append(self._preprocessor.batch_of(records[0]), should_stop):
+            batch = self._preprocessor.batch_of(records[0], should_stop)
+            if batch is not None and append_until(should_stop, self._batches, batch, self._tracer):
                 # Record `index` stays: it may be the last record, and a restarted actor resumes from the last record.
                 self._groups.trim(index)
 
-    def _append(self, batch: TrainingBatch, should_stop: Callable[[], bool]) -> bool:
-        """Append a batch; return False if a stop request comes before there is room."""
-        with self._tracer.span("append"):
-            while self._batches.append(batch, WAIT_SLICE_S) is None:
-                if should_stop():
-                    return False
-        return True
+
+class ScoringLoop:
+    """The loop of every other worker, described above."""
+
+    def __init__(
+        self, share: Stream[GroupToScore], scores: Stream[GroupScores], scorer: GroupScorer, tracer: Tracer
+    ) -> None:
+        self._share, self._scores, self._scorer, self._tracer = share, scores, scorer, tracer
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Score groups until a stop request. Raises: an error of the reference."""
+        while not should_stop():
+            offset = self._scores.next_offset()
+            with self._tracer.span("wait"):
+                groups = self._share.read(offset, timeout_s=WAIT_SLICE_S)
+            if groups and append_until(should_stop, self._scores, self._scorer.score(groups[0]), self._tracer):
+                self._share.trim(offset + 1)
+
+
+def append_until(should_stop: Callable[[], bool], stream: Stream[Record], record: Record, tracer: Tracer) -> bool:
+    """Append a record; return False if a stop request comes before there is room."""
+    with tracer.span("append"):
+        while stream.append(record, WAIT_SLICE_S) is None:
+            if should_stop():
+                return False
+    return True

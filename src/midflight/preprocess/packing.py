@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from midflight.types import Microbatch, Trajectory
+from midflight.types import Float32Array, Microbatch, Trajectory
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -59,7 +59,7 @@ def assign_to_ranks(num_trajectories: int, num_ranks: int, index: int) -> list[l
 def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[Microbatch]:
     """Put every trajectory into one microbatch of at most `max_tokens` tokens; shared prompts are stored once."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-    return [_join([trajectories[index] for index in members]) for members in collate(lengths, max_tokens)]
+    return [join([trajectories[index] for index in members]) for members in collate(lengths, max_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class _Placed:
         return values[self.prefix_length :]
 
 
-def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
+def join(trajectories: Sequence[Trajectory]) -> Microbatch:
+    """Lay trajectories end to end in one microbatch."""
     placed = _place(trajectories)
     lengths = [len(each.own(each.trajectory.token_ids)) for each in placed]
     return Microbatch(
@@ -86,13 +87,20 @@ def _join(trajectories: Sequence[Trajectory]) -> Microbatch:
         behavior_logprobs=np.concatenate([each.own(each.trajectory.behavior_logprobs) for each in placed]),
         weight_versions=np.concatenate([each.own(each.trajectory.weight_versions) for each in placed]),
         advantages=np.concatenate([each.own(each.trajectory.advantages) for each in placed]),
-        ref_logprobs=None,
+        ref_logprobs=_join_scores(placed),
         sequence_lengths=np.array(lengths, np.int32),
         prefix_starts=np.array([each.prefix_start for each in placed], np.int32),
         prefix_lengths=np.array([each.prefix_length for each in placed], np.int32),
         rewards=np.array([each.trajectory.reward for each in placed], np.float32),
         first_versions=np.array([each.trajectory.first_version for each in placed], np.int32),
     )
+
+
+def _join_scores(placed: Sequence[_Placed]) -> Float32Array | None:
+    scores = [each.trajectory.ref_logprobs for each in placed]
+    scored = [each.own(values) for each, values in zip(placed, scores, strict=True) if values is not None]
+    assert len(scored) in (0, len(placed)), "the reference scored only some of the trajectories"
+    return np.concatenate(scored) if scored else None
 
 
 def _place(trajectories: Sequence[Trajectory]) -> list[_Placed]:

@@ -11,7 +11,8 @@ from midflight.config.run_directory import RunDirectory
 from midflight.errors import RecipeError, RunDirectoryError
 
 # Sections and keys that may change when a run is resumed. All others determine its problems and batches.
-_RESUMABLE = {"trainer", "metrics", "supervisor", "engine", "eval", "preprocess.threads", "weights"}
+_RESUMABLE = {"trainer", "metrics", "supervisor", "engine", "eval", "weights"}
+_RESUMABLE |= {"preprocess.threads", "preprocess.device"}
 _FIXED = {"trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets"}  # they determine the checkpoints' contents
 
 

@@ -13,7 +13,7 @@ from midflight.actor.partials import PartialBuffer
 from midflight.config import Recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import RunDirectoryError, StreamError
-from midflight.launch.streams import open_batches, open_groups
+from midflight.launch.streams import open_batches, open_groups, open_scores, open_unscored, scoring_workers
 from midflight.models.directory import check_same_model
 from midflight.protocols import Stream
 from midflight.trainer.checkpoints import load_state, newest_checkpoint, newest_whole_checkpoint
@@ -42,8 +42,21 @@ def prepare_to_resume(run: RunDirectory, recipe: Recipe, report: Callable[[str],
                     stream.skip_to(processed)
                     end = processed
                 processed = end
+        for worker in scoring_workers(recipe)[1:]:
+            _align_scores(run, recipe, worker)
     except StreamError as error:
         raise RunDirectoryError(str(error)) from error
+
+
+def _align_scores(run: RunDirectory, recipe: Recipe, worker: int) -> None:
+    """Let a preprocessing process score the next group; the scores of groups that it skips are made with the batch."""
+    with (
+        contextlib.closing(open_unscored(run, recipe, worker)) as unscored,
+        contextlib.closing(open_scores(run, recipe, worker)) as scores,
+    ):
+        end = scores.next_offset()
+        if not _can_continue_at(unscored, end):
+            unscored.skip_to(end)
 
 
 def _can_continue_at(stream: Stream[Any], offset: int) -> bool:
@@ -120,6 +133,6 @@ def _last_record(stream: Stream[Any], end: int) -> ActorState:
 def _streams(run: RunDirectory, recipe: Recipe) -> list[tuple[str, Stream[Any]]]:
     """Streams and their names, from the trainer back to the actor."""
     streams: list[tuple[str, Stream[Any]]] = [("batches", open_batches(run, recipe))]
-    if recipe.preprocess.process == "own":
+    if recipe.num_preprocess_workers:
         streams.append(("groups", open_groups(run, recipe)))
     return streams

@@ -17,8 +17,8 @@ def worker_bodies(recipe: Recipe) -> dict[str, WorkerBody]:
         trainer_role(rank): functools.partial(_train, rank=rank) for rank in range(recipe.trainer.num_ranks)
     }
     bodies["rollout"] = _roll_out
-    if recipe.preprocess.process == "own":
-        bodies["preprocess"] = _preprocess
+    for worker in range(recipe.num_preprocess_workers):
+        bodies[preprocess_role(worker)] = functools.partial(_preprocess, worker=worker)
     return bodies
 
 
@@ -29,6 +29,10 @@ def evaluation_bodies(model: Path) -> dict[str, WorkerBody]:
 
 def trainer_role(rank: int) -> str:
     return f"trainer-{rank}" if rank else "trainer"
+
+
+def preprocess_role(worker: int) -> str:
+    return f"preprocess-{worker}" if worker else "preprocess"
 
 
 def _train(context: WorkerContext, rank: int) -> None:
@@ -43,10 +47,10 @@ def _roll_out(context: WorkerContext) -> None:
     rollout_body(context)
 
 
-def _preprocess(context: WorkerContext) -> None:
+def _preprocess(context: WorkerContext, worker: int) -> None:
     from midflight.run.workers import preprocess_body
 
-    preprocess_body(context)
+    preprocess_body(context, worker)
 
 
 def _evaluate(context: WorkerContext, model: Path) -> None:

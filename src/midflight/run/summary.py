@@ -139,7 +139,7 @@ def _num_waiting_groups(run: RunDirectory, recipe: Recipe, trained: int) -> int:
     with contextlib.closing(open_batches(run, recipe)) as batches:
         num_batches = batches.next_offset()
         num_groups = sum(len(batch.group_ids) for batch in _records(batches, trained))
-    if recipe.preprocess.process == "own":
+    if recipe.num_preprocess_workers:
         with contextlib.closing(open_groups(run, recipe)) as groups:
             num_groups += sum(len(chosen.groups) for chosen in _records(groups, num_batches))
     return num_groups

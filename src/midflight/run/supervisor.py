@@ -3,8 +3,9 @@
 waits for      a message or the end of a process
 unblocked by   either; heartbeats are checked in every `watch`
 
-A process has a role, such as `rollout`. The ranks of one role, `trainer`, `trainer-1`, ..., are started and killed
-together. Processes are forks of a fork server. They outlive the server, which is restarted when it is needed.
+A process has a role, such as `rollout`. The ranks of the trainer, `trainer`, `trainer-1`, ..., have one role: they are
+started and killed together. Processes are forks of a fork server. They outlive the server, which is restarted when it
+is needed.
 """
 
 from __future__ import annotations
@@ -270,4 +271,4 @@ class Supervisor:
 
 
 def _role_of(name: str) -> str:
-    return name.partition("-")[0]
+    return "trainer" if name.startswith("trainer-") else name

@@ -19,6 +19,7 @@ from midflight.launch.build import (
     build_grader,
     build_learning_rates,
     build_preprocessing,
+    build_scorer,
     build_trainer,
     join_training,
     num_threads,
@@ -29,17 +30,18 @@ from midflight.launch.environments import build_all_environments
 from midflight.launch.metrics import open_sinks
 from midflight.launch.objectives import build_objective
 from midflight.launch.prompts import build_prompts
-from midflight.launch.streams import open_batches, open_groups
+from midflight.launch.streams import open_batches, open_groups, open_scores, open_unscored, scoring_workers
 from midflight.launch.weights import build_transport
 from midflight.models.loading import load_tokenizer
 from midflight.models.prompts import PromptFormat
-from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
+from midflight.preprocess.ahead import AheadOfBatches, OtherWorker, SendAhead
+from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor, ScoringLoop
 from midflight.protocols import Generator, PublishedVersions, Stream, TrainerBackend, WeightSender, WeightTransport
 from midflight.run.engines import advance, open_generator, wait_for_engine
 from midflight.run.evaluated import best_checkpoint_of
 from midflight.run.evaluation import evaluation_during_run
 from midflight.run.resuming import actor_checkpoint
-from midflight.run.roles import trainer_role
+from midflight.run.roles import preprocess_role, trainer_role
 from midflight.run.worker_process import WorkerContext, start_together
 from midflight.tracing.spans import Tracer
 from midflight.trainer.checkpoints import checkpoint_of, load_state, newest_whole_checkpoint
@@ -117,11 +119,17 @@ def rollout_body(context: WorkerContext) -> None:
         _generator(context, transport, versions, prompts, tracer) as generator,
         contextlib.closing(_batch_sink(run, recipe, tracer)) as sink,
         contextlib.closing(PartialBuffer(run.partials)) as partials,
+        contextlib.ExitStack() as stack,
     ):
+        unscored = [
+            stack.enter_context(contextlib.closing(open_unscored(run, recipe, worker)))
+            for worker in scoring_workers(recipe)
+        ]
+        on_ready = SendAhead(unscored, build_preprocessing(recipe), tracer) if unscored else None
         shares = Shares(generator, grader)
         evaluation = evaluation_during_run(recipe, run, generator.weight_version, shares, environment, prompts)
         actor_config = build_actor_config(recipe, prompts)
-        actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts, checkpoint)
+        actor = Actor(actor_config, shares.generator, environment, shares.grader, prompts, checkpoint, on_ready)
         loop = RolloutLoop(actor, shares.generator, schedule, versions, sink, tracer, partials, evaluation=evaluation)
         context.wait_until(grader.wait_until_ready)
         context.wait_until(lambda timeout_s: wait_for_engine(generator, timeout_s))
@@ -131,23 +139,46 @@ def rollout_body(context: WorkerContext) -> None:
         loop.run(context.should_stop)
 
 
-def preprocess_body(context: WorkerContext) -> None:
+def preprocess_body(context: WorkerContext, worker: int) -> None:
     recipe, run = context.recipe, context.run
     torch.set_num_threads(recipe.preprocess.threads or 1)
-    groups, batches = open_groups(run, recipe), open_batches(run, recipe)
-    with _tracer(run, "preprocess") as tracer:
-        loop = PreprocessLoop(groups, batches, Preprocessor(build_preprocessing(recipe), tracer), tracer)
+    with contextlib.ExitStack() as stack:
+        tracer = stack.enter_context(_tracer(run, preprocess_role(worker)))
+        loop = (_scoring_loop if worker else _batch_loop)(run, recipe, tracer, worker, stack)
         start_together(context)
         loop.run(context.should_stop)
-    groups.close()
-    batches.close()
+
+
+def _scoring_loop(
+    run: RunDirectory, recipe: Recipe, tracer: Tracer, worker: int, stack: contextlib.ExitStack
+) -> ScoringLoop:
+    share = stack.enter_context(contextlib.closing(open_unscored(run, recipe, worker)))
+    scores = stack.enter_context(contextlib.closing(open_scores(run, recipe, worker)))
+    return ScoringLoop(share, scores, build_scorer(recipe, tracer, worker), tracer)
+
+
+def _batch_loop(
+    run: RunDirectory, recipe: Recipe, tracer: Tracer, worker: int, stack: contextlib.ExitStack
+) -> PreprocessLoop:
+    groups = stack.enter_context(contextlib.closing(open_groups(run, recipe)))
+    batches = stack.enter_context(contextlib.closing(open_batches(run, recipe)))
+    preprocessing, scored = build_preprocessing(recipe), None
+    if workers := scoring_workers(recipe):
+        shares = [stack.enter_context(contextlib.closing(open_unscored(run, recipe, each))) for each in workers]
+        scores = [stack.enter_context(contextlib.closing(open_scores(run, recipe, each))) for each in workers[1:]]
+        others = [OtherWorker(*streams) for streams in zip(shares[1:], scores, strict=True)]
+        scored = AheadOfBatches(build_scorer(recipe, tracer), preprocessing, tracer, shares[0], others)
+    return PreprocessLoop(groups, batches, Preprocessor(preprocessing, tracer, scored), tracer)
 
 
 def _batch_sink(run: RunDirectory, recipe: Recipe, tracer: Tracer) -> Stream[ChosenBatch] | PreprocessAtOnce:
-    """Return the sink of the rollout loop. Only the process that preprocesses loads the reference model."""
-    if recipe.preprocess.process == "own":
+    """Return the sink of the rollout loop. Only the processes that preprocess load the reference model."""
+    if recipe.num_preprocess_workers:
         return open_groups(run, recipe)
-    return PreprocessAtOnce(open_batches(run, recipe), Preprocessor(build_preprocessing(recipe), tracer))
+    preprocessing, scored = build_preprocessing(recipe), None
+    if recipe.loss.kl_coefficient is not None:
+        scored = AheadOfBatches(build_scorer(recipe, tracer), preprocessing, tracer)
+    return PreprocessAtOnce(open_batches(run, recipe), Preprocessor(preprocessing, tracer, scored))
 
 
 def loop_settings(recipe: Recipe, run: RunDirectory) -> LoopSettings:

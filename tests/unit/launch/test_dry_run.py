@@ -66,7 +66,13 @@ def test_command_prints_the_numbers_as_text(nothing_starts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("trainer.type=fsdp", "trainer.num_ranks=2"), ("preprocess.process=own", "engine.type=http")]
+    "overrides",
+    [
+        (),
+        ("trainer.type=fsdp", "trainer.num_ranks=2"),
+        ("preprocess.num_workers=1", "engine.type=http"),
+        ("loss.kl_coefficient=0.1", "preprocess.num_workers=3"),
+    ],
 )
 def test_roles_are_the_processes_of_a_run(overrides: tuple[str, ...]) -> None:
     recipe = of_demo(*overrides)
@@ -81,6 +87,9 @@ def test_devices_add_up_what_shares_them() -> None:
     memory = dry_run(of_demo("loss.kl_coefficient=0.1"))["memory"]
     assert memory["devices"] == {"cpu": sum(process["total"] for process in memory["processes"])}
     assert "reference model" in processes({"memory": memory})
+    three = dry_run(of_demo("loss.kl_coefficient=0.1", "preprocess.num_workers=3"))
+    each = processes(three)["reference model, each process"]["total"]
+    assert three["memory"]["devices"]["cpu"] == memory["devices"]["cpu"] + 2 * each
     ranks = dry_run(of_demo("trainer.type=fsdp", "trainer.num_ranks=2"))
     each = processes(ranks)["trainer, each rank"]["total"]
     others = sum(process["total"] for process in ranks["memory"]["processes"]) - each

@@ -13,6 +13,8 @@ import pytest
 from midflight.errors import RecipeError
 from midflight.preprocess.advantages import group_mean, group_mean_std, leave_one_out, no_baseline
 from midflight.preprocess.batches import Preprocessing, build_batch
+from midflight.preprocess.scoring import GroupScorer, group_to_score
+from midflight.tracing.spans import Tracer
 from midflight.types import (
     ActorState,
     ChosenBatch,
@@ -66,11 +68,16 @@ def groups_of(*rollouts: Rollout, size: int = 2) -> list[RolloutGroup]:
     ]
 
 
-def batch_of(groups: list[RolloutGroup], index: int = 5, **changes: Any) -> TrainingBatch:
+def batch_of(
+    groups: list[RolloutGroup],
+    index: int = 5,
+    scores: dict[RolloutId, Float32Array] | None = None,
+    **changes: Any,
+) -> TrainingBatch:
     chosen = ChosenBatch(
         index=index, groups=groups, generated_lengths=[1], dropped_lengths=[], metrics={}, actor_state=ActorState()
     )
-    return build_batch(chosen, replace(PLAIN, **changes))
+    return build_batch(chosen, replace(PLAIN, **changes), scores)
 
 
 def packed(batch: TrainingBatch) -> list[Microbatch]:
@@ -223,15 +230,46 @@ class TokenIdReference:
         return np.where(microbatch.loss_mask, -microbatch.token_ids, 0).astype(np.float32)
 
 
-def test_every_microbatch_gets_its_reference_logprobs() -> None:
-    rollouts = [rollout(number, 3 + number, number % 2) for number in range(6)]
-    batch = batch_of(groups_of(*rollouts), max_tokens=12, reference=TokenIdReference())
+def scores_of(groups: list[RolloutGroup], **changes: Any) -> dict[RolloutId, Float32Array]:
+    scorer = GroupScorer(TokenIdReference(), max_tokens=12, tracer=Tracer(None, "test"))
+    scores: dict[RolloutId, Float32Array] = {}
+    for group in groups:
+        unscored = group_to_score(group, replace(PLAIN, **changes))
+        scores |= zip((each.rollout_id for each in unscored.sequences), scorer.score(unscored).logprobs, strict=True)
+    return scores
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask_older_than": 0},
+        {"mask_truncated": True},
+        {"normalize_advantages": True, "advantage": no_baseline},
+        {"keep_zero_advantage": True, "advantage": None},
+        {"overlong_buffer": 15},
+    ],
+)
+def test_every_packed_rollout_has_its_scores(changes: dict[str, Any]) -> None:
+    groups = groups_of(
+        *(rollout(number, 3 + number, number % 2) for number in range(6)),
+        rollout(6, 4, 1),
+        rollout(7, 3, 1, versions=[4, 5, 5], truncated=True),
+    )
+    batch = batch_of(groups, max_tokens=12, scores=scores_of(groups, **changes), **changes)
     assert len(packed(batch)) > 1
     for microbatch in packed(batch):
         assert microbatch.ref_logprobs is not None
         expected = np.where(microbatch.loss_mask, -microbatch.token_ids, 0)
         np.testing.assert_array_equal(microbatch.ref_logprobs, expected)
-    assert all(each.ref_logprobs is None for each in packed(batch_of(groups_of(*rollouts))))
+    assert all(each.ref_logprobs is None for each in packed(batch_of(groups, **changes)))
+
+
+def test_rollouts_without_a_gradient_are_not_scored() -> None:
+    groups = groups_of(rollout(0, 3, 1), rollout(1, 4, 1), rollout(2, 3, 0), rollout(3, 3, 1, truncated=True))
+    assert not scores_of(groups[:1])
+    assert scores_of(groups, mask_truncated=True).keys() == {2}
+    assert scores_of(groups, normalize_advantages=True).keys() == {0, 1, 2, 3}
 
 
 def test_two_ranks_divide_all_trajectories_of_one_batch() -> None:

@@ -1,13 +1,13 @@
-"""The preprocessing loop builds every batch once, despite kills, and equal to the batches built in process."""
+"""Preprocessing processes build every batch once, despite kills, and equal to the batches built in process."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from midflight.errors import StreamError
 from midflight.preprocess.advantages import group_mean
+from midflight.preprocess.ahead import AheadOfBatches, OtherWorker, SendAhead
 from midflight.preprocess.batches import Preprocessing
-from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor
+from midflight.preprocess.loop import PreprocessAtOnce, PreprocessLoop, Preprocessor, ScoringLoop
+from midflight.preprocess.scoring import GroupScorer
 from midflight.protocols import Record
 from midflight.streams.codec import Codec
 from midflight.streams.memory import MemoryStream
@@ -29,6 +31,8 @@ from midflight.types import (
     Float32Array,
     GeneratedTokens,
     GroupId,
+    GroupScores,
+    GroupToScore,
     Microbatch,
     Problem,
     Rollout,
@@ -44,14 +48,21 @@ GROUP_SIZE, NUM_GROUPS = 3, 2
 CLOCK = "time/preprocess_s"
 
 
-class HalfProbabilityReference:
-    """Reference that gives every token half the probability of the behavior policy."""
+class CountingReference:
+    """Reference whose log-probabilities tell tokens and positions apart; it counts the tokens that it scored."""
+
+    def __init__(self) -> None:
+        self.num_scored = 0
 
     def logprobs(self, microbatch: Microbatch) -> Float32Array:
-        return np.where(microbatch.loss_mask, microbatch.behavior_logprobs - np.log(2), 0).astype(np.float32)
+        self.num_scored += int(microbatch.loss_mask.sum())
+        logprobs = -0.5 * (microbatch.token_ids + 1) - 0.01 * microbatch.position_ids
+        return np.where(microbatch.loss_mask, logprobs, 0).astype(np.float32)
 
 
-PREPROCESSING = Preprocessing(group_mean, max_tokens=64, max_response_tokens=20, reference=HalfProbabilityReference())
+PREPROCESSING = Preprocessing(group_mean, max_tokens=64, max_response_tokens=20)
+TRACER = Tracer(None, "test")
+SEND_CAPACITY = 2  # groups on the way to a worker
 
 
 T = TypeVar("T")
@@ -76,10 +87,10 @@ class Life:
 class KillingStream(MemoryStream[Record]):
     """Stream that may kill its process before or after each operation; the records survive."""
 
-    life = Life(10**9)
+    life: ClassVar = Life(10**9)  # of the process that is running
 
     def append(self, record: Record, timeout_s: float | None = None) -> int | None:
-        return self._checked(lambda: super(KillingStream, self).append(record, timeout_s))
+        return self._checked(lambda: super(KillingStream, self).append(record, timeout_s=0))
 
     def read(self, from_offset: int, max_records: int = 1, timeout_s: float | None = None) -> list[Record]:
         return self._checked(lambda: super(KillingStream, self).read(from_offset, max_records, timeout_s=0))
@@ -92,6 +103,18 @@ class KillingStream(MemoryStream[Record]):
         result = operation()
         self.life.check()
         return result
+
+
+@contextlib.contextmanager
+def living(num_checks: int) -> Iterator[None]:
+    """Run the block in a process that dies at a check; the process before it goes on afterwards."""
+    before = KillingStream.life
+    KillingStream.life = Life(num_checks)
+    try:
+        with contextlib.suppress(KilledError):
+            yield
+    finally:
+        KillingStream.life = before
 
 
 def rollout(number: int, group_id: int, reward: float) -> Rollout:
@@ -137,73 +160,180 @@ def message(batch: TrainingBatch) -> bytes:
     return Codec(TrainingBatch).encode(replace(batch, metrics=metrics))
 
 
+def scorer() -> GroupScorer:
+    return GroupScorer(CountingReference(), PREPROCESSING.max_tokens, TRACER)
+
+
 def in_process(num_batches: int) -> list[bytes]:
     batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
-    sink = PreprocessAtOnce(batches, Preprocessor(PREPROCESSING, Tracer(None, "test")))
+    ahead = AheadOfBatches(scorer(), PREPROCESSING, TRACER)
+    sink = PreprocessAtOnce(batches, Preprocessor(PREPROCESSING, TRACER, ahead))
     assert [sink.append(chosen(index)) for index in range(num_batches)] == list(range(num_batches))
     return [message(batch) for batch in batches.read(0, 100)]
 
 
-def loop_between(groups: MemoryStream[ChosenBatch], batches: MemoryStream[TrainingBatch]) -> PreprocessLoop:
-    tracer = Tracer(None, "test")
-    return PreprocessLoop(groups, batches, Preprocessor(PREPROCESSING, tracer), tracer)
+class Streams:
+    """Streams of a run with `num_workers` preprocessing processes, and the loops of these processes."""
+
+    def __init__(self, num_workers: int = 1, kind: type[MemoryStream[Any]] = MemoryStream, capacity: int = 100) -> None:
+        self.groups: MemoryStream[ChosenBatch] = kind(100)
+        self.batches: MemoryStream[TrainingBatch] = kind(capacity)
+        self.unscored: list[MemoryStream[GroupToScore]] = [kind(SEND_CAPACITY) for _ in range(num_workers)]
+        self.scores: list[MemoryStream[GroupScores]] = [kind(SEND_CAPACITY) for _ in range(num_workers)]
+        self.send = SendAhead(self.unscored, PREPROCESSING, TRACER)
+        self.reference = CountingReference()  # of worker 0
+
+    def send_batch(self, index: int) -> None:
+        record = chosen(index)
+        for each in record.groups:
+            self.send(each)
+        codec = Codec(ChosenBatch)
+        self.groups.append(codec.decode(codec.encode(record)))
+
+    def worker_0(self) -> PreprocessLoop:
+        others = [OtherWorker(*streams) for streams in zip(self.unscored[1:], self.scores[1:], strict=True)]
+        scored_by = GroupScorer(self.reference, PREPROCESSING.max_tokens, TRACER)
+        ahead = AheadOfBatches(scored_by, PREPROCESSING, TRACER, self.unscored[0], others)
+        return PreprocessLoop(self.groups, self.batches, Preprocessor(PREPROCESSING, TRACER, ahead), TRACER)
+
+    def run_other(self, worker: int) -> None:
+        """Run a worker until it has scored every group that was sent to it, or its scores have no room."""
+        share, scores = self.unscored[worker], self.scores[worker]
+        calls = itertools.count()
+        ScoringLoop(share, scores, scorer(), TRACER).run(
+            lambda: scores.next_offset() == share.next_offset() or next(calls) > SEND_CAPACITY
+        )
+
+    def build(self, num_batches: int) -> None:
+        self.worker_0().run(self.has_built(num_batches))
+
+    def has_built(self, num_batches: int) -> Callable[[], bool]:
+        return lambda: self.batches.next_offset() == num_batches
+
+    def built(self) -> list[bytes]:
+        return [message(batch) for batch in self.batches.read(0, 100, timeout_s=0)]
 
 
-def has_reached(stream: MemoryStream[TrainingBatch], offset: int) -> bool:
-    return stream.next_offset() == offset
+def times(number: int) -> Callable[[], bool]:
+    """Return a stop condition of a loop that runs so many iterations."""
+    calls = itertools.count()
+    return lambda: next(calls) >= number
 
 
-lives = st.tuples(
-    st.integers(0, 3), st.integers(0, 25)
-)  # new records before the process starts, checks until it is killed
+lives = st.tuples(  # new records before worker 0 starts, and checks until it and until every other worker is killed
+    st.integers(0, 3), st.integers(0, 40), st.integers(0, 12)
+)
 
 
 @pytest.mark.slow
-@given(st.lists(lives, max_size=12))
-def test_each_batch_is_built_once_despite_kills(lives: list[tuple[int, int]]) -> None:
-    groups: KillingStream[ChosenBatch] = KillingStream(capacity=100)
-    batches: KillingStream[TrainingBatch] = KillingStream(capacity=100)
-    codec = Codec(ChosenBatch)
+@given(st.lists(lives, max_size=12), st.integers(1, 3))
+def test_each_batch_is_built_once_despite_kills(lives: list[tuple[int, int, int]], num_workers: int) -> None:
+    streams = Streams(num_workers, KillingStream)
     num_records = 0
-    for num_new, num_checks in [*lives, (1, 10**6)]:
-        groups.life = batches.life = Life(10**6)
+    for num_new, num_checks, num_checks_of_others in [*lives, (1, 10**6, 10**6)]:
         for index in range(num_records, num_records + num_new):
-            groups.append(codec.decode(codec.encode(chosen(index))))
+            streams.send_batch(index)
         num_records += num_new
-        groups.life = batches.life = Life(num_checks)
-        with contextlib.suppress(KilledError):
-            loop_between(groups, batches).run(partial(has_reached, batches, num_records))
-            assert batches.next_offset() == num_records
-        groups.life = batches.life = Life(10**6)
-        assert batches.next_offset() <= num_records
+
+        def others_run(num_checks: int = num_checks_of_others, num_records: int = num_records) -> bool:
+            for worker in range(1, num_workers):
+                for checks in (num_checks, 10**6):  # a killed worker is restarted
+                    with living(checks):
+                        streams.run_other(worker)
+            return streams.batches.next_offset() == num_records
+
+        with living(num_checks):
+            streams.worker_0().run(others_run)
+            assert streams.batches.next_offset() == num_records
+        assert streams.batches.next_offset() <= num_records
         if num_records:
-            (last,) = groups.read(num_records - 1)
+            (last,) = streams.groups.read(num_records - 1)
             assert last.actor_state == chosen(num_records - 1).actor_state, "the actor could not resume"
-    built = batches.read(0, 100)
-    assert [message(batch) for batch in built] == in_process(num_records)
-    assert all(batch.metrics[CLOCK] > 0 for batch in built)
-    assert len(groups.read(num_records - 1, 100)) == 1
+    assert streams.built() == in_process(num_records)
+    assert all(batch.metrics[CLOCK] > 0 for batch in streams.batches.read(0, 100))
+    assert len(streams.groups.read(num_records - 1, 100)) == 1
+
+
+def test_groups_are_scored_before_their_batch() -> None:
+    streams, sent = Streams(), chosen(0)
+    loop = streams.worker_0()
+    for each in sent.groups:
+        streams.send(each)
+    loop.run(times(len(sent.groups)))
+    scored = streams.reference.num_scored
+    assert scored > 0
+    assert streams.batches.next_offset() == 0
+    streams.groups.append(sent)
+    loop.run(streams.has_built(1))
+    assert streams.reference.num_scored == scored, "the batch was scored again"
+    assert streams.built() == in_process(1)
+
+
+def test_a_group_that_was_generated_again_is_scored_again() -> None:
+    streams, sent = Streams(), chosen(0)
+    loop = streams.worker_0()
+    for each in sent.groups:
+        others = [replace(member, segments=[Segment.given([51]), *member.segments[1:]]) for member in each.rollouts]
+        streams.send(replace(each, rollouts=others))
+    loop.run(times(len(sent.groups)))
+    scored = streams.reference.num_scored
+    assert scored > 0
+    streams.groups.append(sent)
+    loop.run(streams.has_built(1))
+    assert streams.reference.num_scored == 2 * scored
+    assert streams.built() == in_process(1)
+
+
+def test_a_batch_waits_for_groups_of_another_worker() -> None:
+    streams = Streams(2)
+    streams.send_batch(0)
+    streams.worker_0().run(times(3))
+    assert streams.batches.next_offset() == 0, "worker 1 has a group of the batch"
+    streams.run_other(1)
+    streams.build(1)
+    assert streams.built() == in_process(1)
+
+
+def test_groups_that_no_batch_trains_on_are_not_scored() -> None:
+    streams = Streams()
+    loop = streams.worker_0()
+    streams.send_batch(0)
+    loop.run(streams.has_built(1))
+    scored = streams.reference.num_scored
+    loop.run(times(SEND_CAPACITY + 1))  # the groups of batch 0 are still in the stream
+    assert streams.unscored[0].next_offset() == SEND_CAPACITY
+    with pytest.raises(StreamError, match="was trimmed"):
+        streams.unscored[0].read(SEND_CAPACITY - 1)
+    assert streams.reference.num_scored == scored
+
+
+def test_a_full_stream_delays_no_rollout() -> None:
+    streams = Streams()
+    for index in range(3):
+        streams.send_batch(index)
+    assert streams.unscored[0].next_offset() == SEND_CAPACITY
+    streams.build(3)
+    assert streams.built() == in_process(3)
 
 
 def test_records_with_a_finished_batch_are_trimmed() -> None:
-    groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=100)
-    batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=100)
+    streams = Streams()
     for index in range(5):
-        groups.append(chosen(index))
-    loop_between(groups, batches).run(lambda: batches.next_offset() == 3)
-    assert [record.index for record in groups.read(2, 100)] == [2, 3, 4]
+        streams.send_batch(index)
+    streams.build(3)
+    assert [record.index for record in streams.groups.read(2, 100)] == [2, 3, 4]
     with pytest.raises(StreamError, match="offset 1 was trimmed"):
-        groups.read(1)
-    assert [batch.index for batch in batches.read(0, 100)] == [0, 1, 2]
+        streams.groups.read(1)
+    assert [batch.index for batch in streams.batches.read(0, 100)] == [0, 1, 2]
 
 
 def test_stop_request_ends_the_wait_for_room() -> None:
-    groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=100)
-    batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=1)
+    streams = Streams(capacity=1)
+    batches = streams.batches
     for index in range(3):
-        groups.append(chosen(index))
+        streams.send_batch(index)
     should_stop = threading.Event()
-    thread = threading.Thread(target=loop_between(groups, batches).run, args=(should_stop.is_set,))
+    thread = threading.Thread(target=streams.worker_0().run, args=(should_stop.is_set,))
     thread.start()
     try:
         assert [batch.index for batch in batches.read(0, timeout_s=10)] == [0]
@@ -214,19 +344,18 @@ def test_stop_request_ends_the_wait_for_room() -> None:
     assert not thread.is_alive()
     assert batches.next_offset() == 2, "the stream holds more records than its capacity"
     assert batches.read(2, timeout_s=0) == []
-    loop_between(groups, batches).run(lambda: batches.next_offset() == 3)
-    assert [message(batch) for batch in batches.read(0, 3)] == in_process(3)
+    streams.build(3)
+    assert streams.built() == in_process(3)
 
 
-def test_batch_has_reference_logprobs_and_actor_state() -> None:
-    groups: MemoryStream[ChosenBatch] = MemoryStream(capacity=1)
-    batches: MemoryStream[TrainingBatch] = MemoryStream(capacity=1)
-    groups.append(chosen(0))
-    loop_between(groups, batches).run(lambda: batches.next_offset() == 1)
-    (batch,) = batches.read(0)
+def test_batch_has_scores_and_actor_state() -> None:
+    streams = Streams()
+    streams.send_batch(0)
+    streams.build(1)
+    (batch,) = streams.batches.read(0)
     assert batch.actor_state == chosen(0).actor_state
     assert batch.metrics["in_flight"] == 0.0
     assert batch.group_ids == [0, 1]
     for microbatch in batch.microbatches[0]:
-        ratio = np.exp(present(microbatch.ref_logprobs) - microbatch.behavior_logprobs)[microbatch.loss_mask]
-        np.testing.assert_allclose(ratio, 0.5, rtol=1e-6)
+        expected = CountingReference().logprobs(microbatch)
+        np.testing.assert_array_equal(present(microbatch.ref_logprobs), expected)

@@ -163,7 +163,7 @@ def test_a_complete_stream_stays_unchanged(tmp_path: Path) -> None:
 
 def test_preprocessed_groups_are_not_preprocessed_again(tmp_path: Path) -> None:
     """The stream of groups lost records whose batches are in the stream of batches."""
-    run, recipe = a_run(tmp_path, "preprocess.process=own")
+    run, recipe = a_run(tmp_path, "preprocess.num_workers=1")
     append_batches(run, recipe, range(6))
     with closing(open_groups(run, recipe)) as groups:
         for index in range(4):
@@ -175,7 +175,7 @@ def test_preprocessed_groups_are_not_preprocessed_again(tmp_path: Path) -> None:
 
 def test_lost_batches_with_trimmed_groups_are_made_again(tmp_path: Path) -> None:
     """The stream of batches lost records whose groups were trimmed already."""
-    run, recipe = a_run(tmp_path, "preprocess.process=own")
+    run, recipe = a_run(tmp_path, "preprocess.num_workers=1")
     append_batches(run, recipe, range(6))
     save_step(run, recipe, 5)
     with closing(open_groups(run, recipe)) as groups:

@@ -16,7 +16,7 @@ RECIPE = SHIPPED_RECIPES["cpu_demo"]
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", "preprocess.process=own"]))
+    return create_run(load_recipe(RECIPE, [f"run.directory={tmp_path / 'run'}", "preprocess.num_workers=1"]))
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_a_resumed_run_accepts_runtime_overrides(run: RunDirectory, override: st
     section, key = override.split("=")[0].split(".")
     _, recipe = open_run(run.path, [override])
     assert str(getattr(getattr(recipe, section), key)) == override.split("=")[1]
-    assert recipe.preprocess.process == "own"
+    assert recipe.num_preprocess_workers == 1
 
 
-@pytest.mark.parametrize("override", ["batch.batch_size=64", "preprocess.process=rollout"])
+@pytest.mark.parametrize("override", ["batch.batch_size=64", "preprocess.num_workers=0"])
 def test_a_resumed_run_rejects_other_overrides(run: RunDirectory, override: str) -> None:
     """Without the preprocess process, the groups that wait for it would be lost."""
     with pytest.raises(RecipeError) as raised:
@@ -37,7 +37,7 @@ def test_a_resumed_run_rejects_other_overrides(run: RunDirectory, override: str)
     message = str(raised.value)
     section = override.partition(".")[0]
     assert f"override {override}: a resumed run keeps its {section}" in message
-    assert "only engine, eval, metrics, preprocess.threads, supervisor, trainer, weights may change" in message
+    assert "only engine, eval, metrics, preprocess.device, preprocess.threads, supervisor, trainer" in message
     assert "\n" not in message
 
 

@@ -32,7 +32,7 @@ _SHORT = 1 / 8  # length of runs that only add sizes to a table, as a share of a
 _FEW_IN_FLIGHT = (4, 16)
 _STEPS_PER_RL_STEP = 4
 _NUM_WARM_UP_STEPS = 3
-_COUNTED_ELSEWHERE = ("update", "preprocess")
+_COUNTED_ELSEWHERE = ("update", "hand_over")
 _IDLE = ("wait", "grade")
 _MIN_ITERATIONS = 20  # iterations near a size that a fit of its time needs
 
@@ -244,7 +244,7 @@ def split_delays(
     The rollout loop sees new weights at the start of an iteration, half an iteration late on average. This wait is not
     counted as a delay of the weights.
     """
-    handovers = {span[3]["batch"]: span for span in rollout if span[0] == "preprocess"}
+    handovers = {span[3]["batch"]: span for span in rollout if span[0] == "hand_over"}
     transfer = _adoption_s(rollout, trainer) - _bookkeeping_s(trainer, lines) - mean_iteration_s / 2
     return DelaysConfig(
         transfer=max(0.0, transfer),

@@ -69,7 +69,7 @@ def line(
 def test_iteration_lasts_until_the_next_one_without_delays() -> None:
     spans = [
         decode(0, 4, 1), span("save", 1, 2), decode(3, 4, 1),
-        span("update", 4, 6), span("preprocess", 6, 7, batch=0), decode(8, 5, 1),
+        span("update", 4, 6), span("hand_over", 6, 7, batch=0), decode(8, 5, 1),
         span("wait", 9, 29), decode(29, 6, 1), decode(31, 6, 1),
     ]  # fmt: skip
     iterations = iterations_of(spans)
@@ -173,8 +173,8 @@ def test_fitted_costs_are_never_negative() -> None:
 
 def test_delays_of_overlapping_phases() -> None:
     rollout = [
-        span("preprocess", 10, 12, batch=0), decode(12, 4, 2), span("preprocess", 30, 34, batch=1),
-        span("update", 47, 48), span("update", 97, 100), span("preprocess", 110, 112, batch=2),
+        span("hand_over", 10, 12, batch=0), decode(12, 4, 2), span("hand_over", 30, 34, batch=1),
+        span("update", 47, 48), span("update", 97, 100), span("hand_over", 110, 112, batch=2),
     ]  # fmt: skip
     trainer = [
         span("wait", 0, 15), span("train", 15, 40, version=0), span("publish", 40, 42),

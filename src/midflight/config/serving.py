@@ -67,7 +67,9 @@ class ServeConfig(Section):
         description="sequences of all clients but the run in flight or waiting; more are refused with 429; every 1024"
         " tokens of a prompt count as one more",
     )
-    max_queue_per_client: int = Field(256, ge=1, description="the same for one API key, or else for one address")
+    max_queue_per_client: int = Field(
+        256, ge=1, description="the same for one API key, or else for one address of another machine"
+    )
     max_connections: int = Field(
         1024, ge=1, description="connections of all clients but the run; an idle one is closed for a new one"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from midflight.errors import RecipeError
+from midflight.generation.admission import LOCAL
 
 _CHECK_S = 1.0  # between two looks at the file of keys
 _log = logging.getLogger(__name__)
@@ -37,6 +39,14 @@ class Caller:
     name: str
     is_admin: bool
     credentials: Literal["none", "admin", "key", "expired", "unknown"]
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def digest_of(secret: str) -> bytes:
@@ -143,17 +153,18 @@ class Access:
 
     def caller(self, headers: Mapping[bytes, bytes], peer: str) -> Caller:
         """Identify the client of a request by its Authorization header; `peer`: its address."""
+        stranger = LOCAL if is_loopback(peer) else f"peer {peer}"
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not token.strip():
-            return Caller(f"peer {peer}", False, "none")
+            return Caller(stranger, False, "none")
         given = hashlib.sha256(token.strip()).digest()
         if self._admin is not None and hmac.compare_digest(given, self._admin):
             return Caller("admin", True, "admin")
         matches = [key for key in self._keys() if hmac.compare_digest(given, key.digest)]
         if not matches:
-            return Caller(f"peer {peer}", False, "unknown")
+            return Caller(stranger, False, "unknown")
         if all(key.expires_s is not None and key.expires_s <= self._clock() for key in matches):
-            return Caller(f"peer {peer}", False, "expired")
+            return Caller(stranger, False, "expired")
         return Caller(f"key {given.hex()}", False, "key")
 
     def _keys(self) -> tuple[ApiKey, ...]:

@@ -15,6 +15,7 @@ RUN_PER_GUEST = 32
 _MAX_CREDIT = 64.0  # prompt tokens
 # A slot counts as free once the run has not used it for one to two of these periods (seconds).
 PATIENCE_S = 1.0
+LOCAL = "this machine"  # name of the clients on the machine of the server that have no key
 
 
 class GuestLimit:
@@ -61,7 +62,8 @@ class GuestLimit:
 class QueueLimit:
     """Largest number of sequences of guests in flight or waiting, of all clients and of each.
 
-    A long prompt counts as several sequences, so that memory is bounded as well.
+    A long prompt counts as several sequences, so that memory is bounded as well. The clients LOCAL share one address.
+    Only the limit on all clients applies to them.
     """
 
     total: int = 1024
@@ -78,7 +80,7 @@ class QueueLimit:
         A client with nothing in flight may make one request of any size, unless others have filled the queue.
         """
         own, all_clients = used[client], used.total()
-        if own and own + size > self.per_client:
+        if client != LOCAL and own and own + size > self.per_client:
             return f"this client has {own} sequences in flight or waiting, and may have {self.per_client}"
         if all_clients and all_clients + size > self.total:
             return f"{all_clients} sequences are in flight or waiting, and the server takes {self.total}"

@@ -181,6 +181,8 @@ class HTTPReference:
             raise _ConnectionLostError(reason_of(error)) from error
         if response.is_success:
             return response
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            raise _ConnectionLostError("its queue is full")
         try:
             refusal = refusal_of(response)
         except ValueError as error:

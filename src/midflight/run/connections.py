@@ -11,7 +11,6 @@ oldest one that waits for its client is closed for the new one, so that a run ca
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from midflight.generation.access import is_loopback
 from midflight.generation.http_errors import ApiError
 
 KEEPALIVE_S = 30
@@ -77,7 +77,7 @@ class Connections:
             known.protocol, known.phase = protocol, "busy"
             return True
         host = address[0]
-        if self._untrusted[host] >= self._limit_per_host and not _is_local(host):
+        if self._untrusted[host] >= self._limit_per_host and not is_loopback(host):
             return False
         num_strangers = self._untrusted.total()
         if num_strangers >= self._limit and not self._close_one() and num_strangers >= self._limit + RESERVE:
@@ -141,13 +141,6 @@ class Connections:
         self._untrusted[host] -= 1
         if not self._untrusted[host]:
             del self._untrusted[host]
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class GuardedConfig(uvicorn.Config):

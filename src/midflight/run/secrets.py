@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 
 import pydantic
 
 from midflight.config import Recipe
 from midflight.errors import RecipeError
-from midflight.generation.access import Access, KeyFile, check_secret
+from midflight.generation.access import Access, KeyFile, check_secret, is_loopback
 from midflight.weights.engine_control import KEY_VARIABLE, TOKEN_VARIABLE
 
 
@@ -38,14 +37,6 @@ def access_of(recipe: Recipe) -> Access:
     if token and access.is_key(token):
         raise RecipeError("the admin token is also an API key, so that every client could change weights; use another")
     return access
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _secret(key: str, value: pydantic.SecretStr | None, variable: str) -> str | None:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from midflight.generation.admission import PATIENCE_S, RUN_PER_GUEST, GuestLimit, Pacer, QueueLimit
+from midflight.generation.admission import LOCAL, PATIENCE_S, RUN_PER_GUEST, GuestLimit, Pacer, QueueLimit
 
 
 def test_guests_have_all_slots_without_a_run() -> None:
@@ -51,6 +51,7 @@ def test_queue_refuses_clients_and_totals() -> None:
     assert limit.refusal(used, "a", 1) is None
     assert "this client has 5" in (limit.refusal(used, "a", 2) or "")
     assert limit.refusal(used, "c", 3) is None
+    assert limit.refusal(Counter({LOCAL: 6}), LOCAL, 4) is None, "one address, many clients"
     assert "the server takes 10" in (limit.refusal(used, "c", 4) or "")
     assert limit.refusal(Counter(), "c", 4000) is None, "an idle server takes one request of any size"
     assert limit.size(2, 5000) == 6

@@ -34,7 +34,7 @@ _TOTAL, _LIBRARIES, _REST = "total", "interpreter and libraries", "rest"
 _ROLES = {
     "trainer": "trainer",
     "engine in rollout": "rollout",
-    "reference model": "rollout",
+    "reference model": "preprocess",
 }
 _MB = 1e6
 _MAX_SUPERVISOR_MB = 200.0
@@ -130,7 +130,7 @@ def rows_of(measured: Measured, demo: Measured | None) -> Iterator[Figures]:
         rest = [usage.steady - sum(steady_parts.values()), usage.peak - sum(parts.values())]
         for part, mb in parts.items():
             yield _row(name, role, part, steady_parts.get(part), mb)
-        if demo:
+        if demo and role in demo.usage:
             libraries = _libraries(demo, role)
             yield _row(name, role, _LIBRARIES, libraries.steady, libraries.peak)
             rest = [rest[0] - libraries.steady, rest[1] - libraries.peak]
@@ -151,7 +151,7 @@ def _libraries(demo: Measured, role: str) -> Usage:
 def estimated_parts(recipe: Recipe) -> dict[str, dict[str, int]]:
     """Return the tensors that each role holds, as a dry run estimates them (bytes)."""
     memory = dry_run(recipe)["memory"]
-    parts: dict[str, dict[str, int]] = {role: {} for role in ("trainer", "rollout", "evaluation")}
+    parts: dict[str, dict[str, int]] = {role: {} for role in ("trainer", "rollout", "preprocess", "evaluation")}
     for process in memory["processes"]:
         if role := _ROLES.get(process["process"]):
             own = process["process"] in ("trainer", "engine in rollout")

@@ -16,7 +16,7 @@ from midflight.actor.partials import PartialBuffer, segments_from
 from midflight.config import SHIPPED_RECIPES, Recipe, load_recipe
 from midflight.config.run_directory import RunDirectory
 from midflight.errors import ModelError, RunDirectoryError
-from midflight.launch.streams import open_batches, open_groups
+from midflight.launch.streams import open_batches, open_groups, open_scores, open_unscored
 from midflight.models.loading import load_model, load_tokenizer
 from midflight.run.directory import create_run
 from midflight.run.resuming import _cut, actor_checkpoint, prepare_to_resume
@@ -30,6 +30,8 @@ from midflight.types import (
     FinishReason,
     GeneratedTokens,
     GroupId,
+    GroupScores,
+    GroupToScore,
     Rollout,
     RolloutId,
     RolloutStatus,
@@ -187,6 +189,26 @@ def test_lost_batches_with_trimmed_groups_are_made_again(tmp_path: Path) -> None
     assert restored.state == actor_after(6)
     with closing(open_groups(run, recipe)) as groups:
         assert groups.append(chosen(6)) == 6
+
+
+@pytest.mark.parametrize(
+    ("num_sent", "num_trimmed", "num_scored", "next_sent"), [(3, 0, 5, 5), (5, 5, 3, 3), (5, 3, 4, 5)]
+)
+def test_workers_go_on_after_lost_groups_or_scores(
+    tmp_path: Path, num_sent: int, num_trimmed: int, num_scored: int, next_sent: int
+) -> None:
+    """The stream of groups to score, or the stream of scores, lost records; or neither did."""
+    run, recipe = a_run(tmp_path, "loss.kl_coefficient=0.01", "preprocess.num_workers=2")
+    with closing(open_unscored(run, recipe, 1)) as unscored, closing(open_scores(run, recipe, 1)) as scores:
+        unscored.append_many([GroupToScore(GroupId(index), []) for index in range(num_sent)])
+        unscored.trim(num_trimmed)
+        scores.append_many([GroupScores(GroupId(index), b"", []) for index in range(num_scored)])
+    prepare_to_resume(run, recipe, pytest.fail)
+    with closing(open_unscored(run, recipe, 1)) as unscored, closing(open_scores(run, recipe, 1)) as scores:
+        assert scores.next_offset() == num_scored
+        left = unscored.read(num_scored, 10, timeout_s=0)
+        assert [group.group_id for group in left] == list(range(num_scored, next_sent))
+        assert unscored.append(GroupToScore(GroupId(9), [])) == next_sent
 
 
 def test_a_stream_of_a_newer_midflight_stays_unchanged(tmp_path: Path) -> None:

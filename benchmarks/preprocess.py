@@ -71,10 +71,10 @@ def bench_preprocess(load: PreprocessLoad, report: Callable[[str], None]) -> dic
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch) / "run"
             train(load.recipe, directory, [*load.overrides, f"preprocess.num_workers={num_workers}"])
-            rows.append({"num_workers": num_workers, **measured(RunDirectory(directory), num_workers)})
+            figures = measured(RunDirectory(directory), num_workers)
+            rows.append({"machine": describe_machine(), "num_workers": num_workers, **figures})
         report(preprocess_line(rows[-1]))
     return {
-        "machine": describe_machine(),
         "recipe": load.recipe.stem,
         "options": load.overrides,
         "rows": rows,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from pathlib import Path
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Processor, usable cores, current load, and versions of Python, torch and transformers."""
+    """Processor, usable cores, current load, versions of Python, torch and transformers, and the date (UTC)."""
     import torch
     import transformers
 
@@ -19,6 +20,7 @@ def describe_machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 

@@ -23,14 +23,13 @@ def bench(*arguments: str) -> dict[str, Any]:
 def test_a_server_is_measured_beside_the_engine() -> None:
     load = ("--sequences", "4", "--lengths", "64,7", "--waiting", "20", "--seconds", "0.5", "--rounds", "1")
     result = bench("http", *load)
-    assert [(row["new_tokens"], row.get("waiting")) for row in result["rows"]] == [
-        (64, None),
-        (7, None),
-        (64, 0),
-        (64, 20),
-    ]
-    assert all(row["http_tokens_per_s"] > 0 for row in result["rows"])
-    assert [target["limit"] for target in result["targets"]] == [0.85, 0.6, 0.9]
+    *rows, beside = result["rows"]
+    assert [(row["new_tokens"], row.get("waiting")) for row in rows] == [(64, None), (7, None), (64, 0), (64, 20)]
+    assert all(row["http_tokens_per_s"] > 0 for row in rows)
+    assert beside["strangers"] == 3
+    assert beside["beside_tokens_per_s"] > 0
+    assert beside["ended"] == 0
+    assert [target["limit"] for target in result["targets"]] == [0.85, 0.6, 0.9, 0.9, 0]
 
 
 def test_updates_of_a_server_are_measured() -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,9 @@ from midflight.generation.request_parsing import ServedModel
 from midflight.generation.server import create_app
 from midflight.models.loading import load_tokenizer
 from midflight.protocols import IncomingWeights
+from midflight.run.listening import listen, url_of
 from midflight.types import Completion, FinishReason, GeneratedTokens, GenerationRequest, Int32Array, RolloutId
 
-_HOST = "127.0.0.1"
 _TOKEN = 5
 
 
@@ -196,12 +195,10 @@ async def _serve_all(engines: Sequence[ScriptedEngine], length: int, connection:
     )
     listeners, servers = [], []
     for engine in engines:
-        listener = socket.create_server((_HOST, 0), backlog=128)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         app = create_app(GeneratorDriver(engine, engine.num_slots), model, (), receiver=_EmptyWeights())
-        listeners.append(listener)
+        listeners.append(listen("127.0.0.1", 0))
         servers.append(_Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30)))
-    connection.send([f"http://{_HOST}:{listener.getsockname()[1]}" for listener in listeners])
+    connection.send([url_of(listener, has_tls=False) for listener in listeners])
     Thread(target=_tell_figures, args=(engines, connection), daemon=True).start()
     await asyncio.gather(*(server.serve([listener]) for server, listener in zip(servers, listeners, strict=True)))
 

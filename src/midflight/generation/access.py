@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from midflight.errors import RecipeError
+from midflight.generation.addresses import is_loopback
 from midflight.generation.admission import LOCAL
 
 _CHECK_S = 1.0  # between two looks at the file of keys
@@ -39,14 +39,6 @@ class Caller:
     name: str
     is_admin: bool
     credentials: Literal["none", "admin", "key", "expired", "unknown"]
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def digest_of(secret: str) -> bytes:

@@ -20,7 +20,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from midflight.generation.access import Access, Caller
 from midflight.generation.admission import Pacer
 from midflight.generation.hosts import HostRules
-from midflight.generation.http_errors import ACCESS, CALLER, ApiError, may_administer, unauthorized
+from midflight.generation.http_errors import (
+    ACCESS,
+    CALLER,
+    ApiError,
+    announced_length,
+    may_administer,
+    unauthorized,
+)
 from midflight.generation.stream_messages import PATH
 
 # Routes that need no secret: a probe of the server's life, and the documentation, which browsers ask for.
@@ -92,7 +99,7 @@ class Gate:
                 self._connections.trust(scope["client"])
             await self._app(scope, receive, send)
         else:
-            await self._serve_stranger(scope, receive, send, _length(headers))
+            await self._serve_stranger(scope, receive, send, announced_length(headers))
 
     def _refusal(self, scope: Scope, caller: Caller) -> ApiError | None:
         path = scope["path"]
@@ -150,11 +157,3 @@ def _key_refusal(caller: Caller) -> ApiError:
             return unauthorized("the API key has expired; ask for a new one", code)
         case _:
             return unauthorized("the API key is wrong", code)
-
-
-def _length(headers: dict[bytes, bytes]) -> int | None:
-    """Return the announced length of a body; None if it comes in chunks of unknown length."""
-    text = headers.get(b"content-length", b"")
-    if text.isdigit():
-        return int(text)
-    return None if b"transfer-encoding" in headers else 0

@@ -6,12 +6,12 @@ pointed at this server.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
+from midflight.generation.addresses import Address, parse_address
 from midflight.generation.http_errors import ApiError
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -60,9 +60,8 @@ def _name_of(host: str) -> str:
         return ""
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _address(text: str) -> Address | None:
     try:
-        address = ipaddress.ip_address(text)
+        return parse_address(text)
     except ValueError:
         return None
-    return getattr(address, "ipv4_mapped", None) or address

@@ -126,8 +126,7 @@ class BodyLimit:
         self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        announced = dict(scope.get("headers", ())).get(b"content-length", b"0")
-        too_long = announced.isdigit() and int(announced) > self._max_bytes
+        too_long = (announced_length(dict(scope.get("headers", ()))) or 0) > self._max_bytes
         num_bytes = 0
 
         async def limited() -> Message:
@@ -140,6 +139,14 @@ class BodyLimit:
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
+
+
+def announced_length(headers: Mapping[bytes, bytes]) -> int | None:
+    """Return the announced length of a body (bytes); None if it comes in chunks of unknown length."""
+    text = headers.get(b"content-length", b"")
+    if text.isdigit():
+        return int(text)
+    return None if b"transfer-encoding" in headers else 0
 
 
 def may_administer(scope: Scope) -> bool:

@@ -240,8 +240,10 @@ class RolloutStream:
         parts = list(_parts(requests))
         async with self._order:
             replies = [
-                await self._send(Add(next(self._numbers), part, chunk_tokens, lineage, min_version))
-                for part in [list(map(Request.of, part)) for part in parts]
+                await self._send(
+                    Add(next(self._numbers), list(map(Request.of, part)), chunk_tokens, lineage, min_version)
+                )
+                for part in parts
             ]
         outcomes = await asyncio.gather(*map(self._outcome, replies))
         errors = [error for error in outcomes if error is not None]

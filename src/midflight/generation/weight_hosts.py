@@ -6,10 +6,10 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from midflight.generation.addresses import Address, parse_address
 from midflight.generation.http_errors import ApiError
 from midflight.weights.process_group import addresses_of
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -27,7 +27,7 @@ class WeightHosts:
         """
         addresses = addresses_of(host, port)
         for address in addresses:
-            if self._allows(_parsed(address), client):
+            if self._allows(parse_address(address), client):
                 return address
         source = f"this invitation comes from {client}, and " if self.networks is None else ""
         raise ApiError(
@@ -40,13 +40,7 @@ class WeightHosts:
         if self.networks is not None:
             return any(address in network for network in self.networks)
         try:
-            sender = _parsed(client or "127.0.0.1")
+            sender = parse_address(client or "127.0.0.1")
         except ValueError:
             return False
         return address == sender or (address.is_loopback and sender.is_loopback)
-
-
-def _parsed(text: str) -> Address:
-    """Parse an address; an IPv4 address in an IPv6 one becomes an IPv4 address."""
-    address = ipaddress.ip_address(text)
-    return getattr(address, "ipv4_mapped", None) or address

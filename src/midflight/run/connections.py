@@ -23,7 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from midflight.generation.access import is_loopback
+from midflight.generation.addresses import is_loopback
 from midflight.generation.http_errors import ApiError
 
 KEEPALIVE_S = 30
@@ -152,7 +152,24 @@ class GuardedConfig(uvicorn.Config):
         self.connections = connections
 
 
-class HttpProtocol(H11Protocol):
+class _InTable(asyncio.Protocol):
+    """Part of a protocol that keeps its connection in the table up to date."""
+
+    config: GuardedConfig
+    client: Address | None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.client is not None:
+            self.config.connections.remove(self.client)
+        super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.client is not None:
+            self.config.connections.note_read(self.client)
+
+
+class HttpProtocol(_InTable, H11Protocol):
     """HTTP/1.1 connection in the table."""
 
     config: GuardedConfig
@@ -170,16 +187,6 @@ class HttpProtocol(H11Protocol):
         if self.client is None or not self.config.connections.add(self.client, self):
             self.transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.client is not None:
-            self.config.connections.remove(self.client)
-        super().connection_lost(exc)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.client is not None:
-            self.config.connections.note_read(self.client)
-
     def send_400_response(self, msg: str) -> None:
         """Answer something that is not HTTP, in the OpenAI format."""
         content = msgspec.json.encode(ApiError(400, msg).body())
@@ -194,7 +201,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
 
-class StreamProtocol(WebSocketsSansIOProtocol):
+class StreamProtocol(_InTable, WebSocketsSansIOProtocol):
     """WebSocket connection in the table."""
 
     config: GuardedConfig
@@ -204,13 +211,3 @@ class StreamProtocol(WebSocketsSansIOProtocol):
         super().connection_made(transport)
         if self.client is not None:
             self.config.connections.add(self.client, self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.client is not None:
-            self.config.connections.remove(self.client)
-        super().connection_lost(exc)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.client is not None:
-            self.config.connections.note_read(self.client)

@@ -8,7 +8,8 @@ import pydantic
 
 from midflight.config import Recipe
 from midflight.errors import RecipeError
-from midflight.generation.access import Access, KeyFile, check_secret, is_loopback
+from midflight.generation.access import Access, KeyFile, check_secret
+from midflight.generation.addresses import is_loopback
 from midflight.weights.engine_control import KEY_VARIABLE, TOKEN_VARIABLE
 
 
